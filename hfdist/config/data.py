@@ -50,7 +50,8 @@ class RowFormat(Enum):
     `completion`, as text or as messages; `auto`: whichever of these a row's columns fit.
 
     Of `hfdist tune`: `preference`: `chosen` and `rejected`, with or without `prompt`; `unpaired_preference`: `prompt`,
-    `completion` and `label` (true or false); `prompt`: a prompt alone; all as text or as messages.
+    `completion` and `label` (true or false); `prompt`: a prompt alone; all as text or as messages. `retrieval`: `query`
+    (or `anchor`), `positive` and, if there are any, negatives.
     """
 
     text = "text"
@@ -62,8 +63,11 @@ class RowFormat(Enum):
     unpaired_preference = "unpaired_preference"
     prompt_completion = "prompt_completion"
     prompt = "prompt"
+    retrieval = "retrieval"
 
 
+NEGATIVES = ("negative", *(f"negative_{number}" for number in range(1, 17)), "negatives", "neg")
+"""Columns of texts, or of lists of them, that do not belong to a query, in their order."""
 _TOLD_APART = {
     RowFormat.text: ("text",),
     RowFormat.messages: ("messages", "tools"),
@@ -76,6 +80,7 @@ COLUMNS = _TOLD_APART | {
     RowFormat.preference: ("chosen", "rejected", "prompt", "tools"),
     RowFormat.unpaired_preference: ("prompt", "completion", "label", "tools"),
     RowFormat.prompt: ("prompt", "tools"),
+    RowFormat.retrieval: ("query", "anchor", "positive", "pos", *NEGATIVES),
 }
 """Columns that each format reads, if they are there."""
 
@@ -214,6 +219,18 @@ class ChatConfig:
 
 
 @dataclass(kw_only=True)
+class TextsConfig:
+    """How the texts of `retrieval` rows become tokens."""
+
+    query_prompt: str = ""
+    """What is put before each query, such as "query: "."""
+    document_prompt: str = ""
+    """What is put before each positive and negative, such as "passage: "."""
+    max_tokens: int | None = limited(None, at_least=2)
+    """Most tokens of a text, with its end token; longer ones lose their end. null: they are not cut."""
+
+
+@dataclass(kw_only=True)
 class DataConfig:
     """The token stream."""
 
@@ -244,6 +261,8 @@ class DataConfig:
     """
     chat: ChatConfig = field(default_factory=ChatConfig)
     """How conversations become tokens and targets."""
+    texts: TextsConfig = field(default_factory=TextsConfig)
+    """How the texts of `retrieval` rows become tokens."""
     seed: int = limited(0, at_least=0)
     """Seed of the order of the documents."""
     lanes: int = limited(48, at_least=1)

@@ -27,4 +27,4 @@ def explain_learning_rate(config: RunConfig) -> str:
     if config.optimizer.lr != default_learning_rate(config):
         return ""
     factor = f"{_ADAPTER_FACTOR} times that of all weights, the default of" if config.adapter.is_used else "as in"
-    return f" ({factor} TRL's {config.task.name.traits.trainer})"
+    return f" ({factor} {config.task.name.traits.peer}'s {config.task.name.traits.trainer})"

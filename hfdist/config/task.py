@@ -1,4 +1,4 @@
-"""`task.*`: what is trained: the next token, a teacher's tokens, preferences, a reward, or a policy by its rewards."""
+"""`task.*`: what is trained: next tokens, a teacher's, preferences, a reward, a policy by its rewards, embeddings."""
 
 from __future__ import annotations
 
@@ -38,6 +38,24 @@ class TaskLoss(Enum):
     luspo = "luspo"
     reinforce_pp = "reinforce_pp"
     rloo = "rloo"
+    infonce = "infonce"
+    infonce_both = "infonce_both"
+    triplet = "triplet"
+
+
+class Head(Enum):
+    """What a model gives at its end: a distribution of the next token, one score, or its hidden states themselves."""
+
+    tokens = "tokens"
+    score = "score"
+    none = "none"
+
+
+class Pooling(Enum):
+    """How the hidden states of a text become its embedding: that of its last token, or their mean."""
+
+    last = "last"
+    mean = "mean"
 
 
 class TaskName(Enum):
@@ -45,7 +63,8 @@ class TaskName(Enum):
 
     `causal_lm`: the next token; `dpo`: pairs of answers, directly; `cpo`: the same, without a reference; `kto`: answers
     that were liked or not; `reward`: a model that scores answers, from pairs; `grpo`, `rloo`: its own answers to
-    prompts, by their rewards; `online_dpo`: pairs of these; `distill`: what a teacher predicts for each next token.
+    prompts, by their rewards; `online_dpo`: pairs of these; `distill`: what a teacher predicts for each next token;
+    `embed`: embeddings of texts, by which a query finds the text that belongs to it.
     """
 
     causal_lm = "causal_lm"
@@ -57,6 +76,7 @@ class TaskName(Enum):
     rloo = "rloo"
     online_dpo = "online_dpo"
     distill = "distill"
+    embed = "embed"
 
     @property
     def traits(self) -> Traits:
@@ -69,7 +89,7 @@ class Traits:
     """What tells one task from another outside of its objective."""
 
     trainer: str
-    """The class of TRL 1.16 that trains so."""
+    """The class of a peer that trains so."""
     learning_rate: float
     """Peak rate for all weights: that class's default."""
     loss_unit: str
@@ -94,8 +114,15 @@ class Traits:
     """Whether the model answers prompts, and learns from the rewards."""
     has_teacher: bool = False
     """Whether a second model says what it should predict, at the targets of the rows that next tokens have."""
-    scores: bool = False
-    """Whether the model gives a number for an answer in place of tokens."""
+    peer: str = "TRL"
+    """The library that has this class: TRL 1.16, or another one."""
+    head: Head = Head.tokens
+    """What the model gives at its end."""
+
+    @property
+    def writes_text(self) -> bool:
+        """Whether the model predicts tokens, so that it can be sampled, and a plan knows it."""
+        return self.head is Head.tokens
 
 
 _OF_PAIRS = ("loss", "beta", "label_smoothing", "margin", "nll_weight")
@@ -202,7 +229,7 @@ TRAITS = {
         method="on pairs of answers: the chosen one of a pair is to have the higher score",
         row_format=RowFormat.preference,
         losses=(TaskLoss.sigmoid,),
-        scores=True,
+        head=Head.score,
     ),
     TaskName.grpo: Traits(
         trainer="GRPOTrainer",
@@ -252,6 +279,18 @@ TRAITS = {
         method="by distillation: it learns what a teacher predicts for each next token (GKD, arXiv 2306.13649)",
         has_teacher=True,
     ),
+    TaskName.embed: Traits(
+        trainer="SentenceTransformerTrainer",
+        peer="sentence-transformers",
+        learning_rate=5e-5,
+        loss_unit="mean of queries",
+        keys=("loss", "margin", "scale", "pooling", "normalize", "matryoshka"),
+        unit="row",
+        method="as an embedding model, by a contrastive loss over all texts of a step (arXiv 1705.00652)",
+        row_format=RowFormat.retrieval,
+        losses=(TaskLoss.infonce, TaskLoss.infonce_both, TaskLoss.triplet),
+        head=Head.none,
+    ),
 }
 """Each task's: a task is a member of `TaskName` and its entry here."""
 
@@ -270,13 +309,13 @@ class TaskConfig:
     """What is trained, and how strictly."""
 
     name: TaskName = TaskName.causal_lm
-    """What is learned: causal_lm | dpo | cpo | kto | reward | grpo | rloo | online_dpo | distill."""
+    """What is learned: causal_lm | dpo | cpo | kto | reward | grpo | rloo | online_dpo | distill | embed."""
     loss: TaskLoss = TaskLoss.sigmoid
     """dpo: sigmoid | sigmoid_norm | robust | exo_pair | hinge | ipo | nca_pair | bco_pair | sppo_hard | discopop |
     apo_zero | apo_down; cpo: sigmoid | hinge | ipo | simpo | orpo; kto: kto | apo_zero_unpaired; reward: sigmoid;
     grpo: grpo | dapo | dr_grpo | gspo | cispo | sapo | vespo | luspo | reinforce_pp;
     rloo: rloo; online_dpo: sigmoid | sigmoid_norm | robust | exo_pair | hinge | ipo | nca_pair | bco_pair | sppo_hard |
-    discopop | apo_zero | apo_down."""
+    discopop | apo_zero | apo_down; embed: infonce | infonce_both | triplet."""
     beta: float = limited(0.1, at_least=0)
     """How strictly the model stays with the one that it begins with; grpo, rloo: 0: not at all.
 
@@ -289,7 +328,8 @@ class TaskConfig:
     label_smoothing: float = limited(0.0, at_least=0, at_most=0.49)
     """robust, exo_pair: the share of pairs that may be the wrong way round."""
     margin: float = limited(0.0, at_least=0)
-    """simpo: by how much the reward of a chosen answer should exceed that of the rejected one."""
+    """simpo: by how much the reward of a chosen answer should exceed that of the rejected one; triplet: by how much a
+    negative should be farther away."""
     nll_weight: float = limited(0.0, at_least=0)
     """dpo, cpo, online_dpo: weight of the loss of next tokens in chosen answers, which is added."""
     desirable_weight: float = limited(1.0, at_least=0)
@@ -362,6 +402,14 @@ class TaskConfig:
     """grpo, rloo: where `hfdist generate` of other machines may join; null: nobody may."""
     generators_host: str | None = None
     """generators: address of rank 0's machine to listen at; null: all with HFDIST_ISLANDS_SECRET, 127.0.0.1 without."""
+    scale: float = limited(20.0, above=0)
+    """embed: what similarities are multiplied by, which is one over the temperature."""
+    pooling: Pooling = Pooling.last
+    """embed: what the embedding of a text is: last (the state of its end token) | mean (of all its tokens)."""
+    normalize: bool = True
+    """embed: whether embeddings have the length 1, so that their similarity is a cosine; else it is a product."""
+    matryoshka: list[int] = field(default_factory=list)
+    """embed: the loss is the sum of those of the first so many dimensions of each embedding: [64, 128]; []: of all."""
 
     @property
     def uses_generators(self) -> bool:

@@ -1,7 +1,8 @@
 """What a token of an example says besides its id: whether it is a target, and where a second document begins.
 
 An example is one array, so that caches, packing and cursors treat it as they treat a document. A preference is one
-array, too: two documents, the chosen answer after its prompt, and the rejected one after the same prompt.
+array, too: two documents, the chosen answer after its prompt, and the rejected one after the same prompt. So is a query
+with its texts: a document each, of which all tokens are targets, and those of the texts have the mark of rejected ones.
 
 token               id, a target
 ~id                 context

@@ -22,7 +22,7 @@ from transformers.utils.hub import cached_file
 from hfdist.config.model import ALL_LINEAR, AdapterConfig, ModelConfig
 from hfdist.errors import ConfigError, HfdistError, nearest
 from hfdist.models.adapter_parts import aim_at_parts
-from hfdist.models.embeddings import input_embeddings
+from hfdist.models.embeddings import has_no_head, input_embeddings
 from hfdist.models.hub_client import reading_from_hub
 from hfdist.models.partitioning import Partitioning
 from hfdist.models.peft_config import PLAIN_LORA, WEIGHTS, check_peft_config, make_peft_config, refusal
@@ -96,6 +96,8 @@ def add_adapter(
             raise
         except Exception as error:  # a saved adapter's config may hold anything
             raise refusal(error, "adapter.*" if config.path is None else f"adapter.path ({config.path})") from error
+    if has_no_head(model):
+        peft_config.task_type = "FEATURE_EXTRACTION"
     peft_config.base_model_name_or_path, peft_config.revision = base.name, base.revision
     check_adapted(model, layout, where="adapter")
     if config.path is not None:

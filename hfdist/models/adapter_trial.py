@@ -10,6 +10,7 @@ from transformers import PreTrainedConfig
 
 from hfdist.apart import do_apart
 from hfdist.config.model import AdapterConfig, AdapterPart, ModelConfig
+from hfdist.config.task import Head
 from hfdist.models.adapter import add_adapter
 from hfdist.models.adapter_parts import aim_at_parts
 from hfdist.models.build import make_without_values
@@ -18,7 +19,7 @@ from hfdist.models.peft_config import make_peft_config
 
 
 def try_adapter(
-    config: ModelConfig, architecture: PreTrainedConfig, adapter: AdapterConfig, *, scores: bool = False
+    config: ModelConfig, architecture: PreTrainedConfig, adapter: AdapterConfig, *, head: Head = Head.tokens
 ) -> None:
     """Put an adapter into the model without values, where parts, a pattern or a file choose its layers.
 
@@ -28,13 +29,13 @@ def try_adapter(
         ConfigError: the model has nothing of a part, or the adapter takes more than any adapter needs.
     """
     if adapter.target_parts is not None:
-        _try_parts(config, copy.deepcopy(architecture), adapter, adapter.target_parts, scores=scores)
+        _try_parts(config, copy.deepcopy(architecture), adapter, adapter.target_parts, head=head)
     if adapter.path is not None:
         found = f"{adapter.path}/adapter_config.json"
-        _try_apart(config, architecture, adapter, scores=scores, where="adapter.path", found=found)
+        _try_apart(config, architecture, adapter, head=head, where="adapter.path", found=found)
     elif adapter.target_pattern is not None:
         where, found = "adapter.target_pattern", adapter.target_pattern
-        _try_apart(config, architecture, adapter, scores=scores, where=where, found=found)
+        _try_apart(config, architecture, adapter, head=head, where=where, found=found)
 
 
 def _try_parts(
@@ -43,10 +44,10 @@ def _try_parts(
     adapter: AdapterConfig,
     parts: Sequence[AdapterPart],
     *,
-    scores: bool,
+    head: Head,
 ) -> None:
     with torch.device("meta"):
-        model = make_without_values(config, architecture, scores=scores)
+        model = make_without_values(config, architecture, head=head)
         aim_at_parts(model, peft_config := make_peft_config(adapter), parts)
         if getattr(peft_config, "target_parameters", None):
             # PEFT puts less beside single parameters; some first weights are not made without values.
@@ -58,7 +59,7 @@ def _try_apart(
     architecture: PreTrainedConfig,
     adapter: AdapterConfig,
     *,
-    scores: bool,
+    head: Head,
     where: str,
     found: str,
 ) -> None:
@@ -66,7 +67,7 @@ def _try_apart(
 
     def put() -> None:
         with torch.device("meta"):
-            model = make_without_values(config, architecture, scores=scores)
+            model = make_without_values(config, architecture, head=head)
             try:
                 add_adapter(model, adapter, config, seed=0, layout=WHOLE)
             except MemoryError:

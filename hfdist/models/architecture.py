@@ -24,6 +24,7 @@ from hfdist.apart import do_apart
 from hfdist.config.composition.aliases import override_for
 from hfdist.config.model import Attention, ModelConfig
 from hfdist.config.paths import expand_user
+from hfdist.config.task import Head
 from hfdist.errors import ConfigError, HfdistError, first_line, nearest
 from hfdist.models.build import make_without_values
 from hfdist.models.cache_use import set_use_cache
@@ -35,17 +36,17 @@ _MOST_HEADS = 256
 """The most attention heads that a hint proposes; each number is tried."""
 
 
-def find_architecture(config: ModelConfig, *, sequence_length: int, scores: bool = False) -> PreTrainedConfig:
+def find_architecture(config: ModelConfig, *, sequence_length: int, head: Head = Head.tokens) -> PreTrainedConfig:
     """Give the model's Hugging Face config with `model.config.*` applied. Needs no tokenizer.
 
-    `scores`: of a model that gives one score.
+    `head`: what the model gives at its end.
 
     Raises:
         ConfigError: an unknown type or field, a model without a causal language head, or sequences longer than the
             model's positions.
     """
     if config.name is not None and not config.trust_remote_code:
-        _try(config, scores)
+        _try(config, head)
     architecture = _named(config) if config.name is not None else _of_type(config)
     if architecture.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and not config.trust_remote_code:
         raise ConfigError(
@@ -55,7 +56,7 @@ def find_architecture(config: ModelConfig, *, sequence_length: int, scores: bool
             allowed="a type with an AutoModelForCausalLM class",
             hint="another model.name, of a model that writes text" if config.name else None,
         )
-    if scores:
+    if head is Head.score:
         if architecture.model_type not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES:
             what, found = "transformers has no model of this type that scores sequences", architecture.model_type
             allowed = "a type with an AutoModelForSequenceClassification class"
@@ -87,7 +88,7 @@ def count_heads(architecture: PreTrainedConfig) -> Iterator[tuple[str, int]]:
             yield from ((field, n) for n in (heads if isinstance(heads, list) else [heads]) if isinstance(n, int))
 
 
-def _try(config: ModelConfig, scores: bool) -> None:
+def _try(config: ModelConfig, head: Head) -> None:
     """Make the model of a name, without memory for weights, in a process of its own.
 
     Numbers in the config of somebody else may ask for more layers than any machine can make.
@@ -103,7 +104,7 @@ def _try(config: ModelConfig, scores: bool) -> None:
         architecture = _named(config)
         if architecture.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
             with torch.device("meta"):
-                make_without_values(config, architecture, scores=scores)
+                make_without_values(config, architecture, head=head)
 
     do_apart(make, where="model.name", found=file)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,12 +15,14 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+    MODEL_MAPPING,
 )
 
 from hfdist.config.data import Packing
 from hfdist.config.model import Attention, Dtype
 from hfdist.config.run import RunConfig
 from hfdist.config.strategy import ContextMethod
+from hfdist.config.task import Head
 from hfdist.config.train import Compile, Precision
 from hfdist.errors import ConfigError, first_line
 from hfdist.models.architecture import count_heads
@@ -41,6 +43,11 @@ _DOCUMENTS = ((40, 1, 23, 18), (7, 35, 40))
 _ASKED = "varlen_asked"
 """Name in transformers' registries under which the trial is watched."""
 _ONE_OF_ITS_OWN = "the model has no attention that transformers lets us replace"
+_CLASSES: Mapping[Head, Any] = {
+    Head.tokens: MODEL_FOR_CAUSAL_LM_MAPPING,
+    Head.score: MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
+    Head.none: MODEL_MAPPING,
+}
 _LEFT_FOR_EACH = "compiled blocks would be left for each document: only a GPU's kernel for 16 bits takes all at once"
 
 
@@ -65,7 +72,7 @@ def choose_attention(config: RunConfig, architecture: PreTrainedConfig, device_t
     name = None
     reason = _why_gathered(config, architecture) or _why_not_compiled(config, architecture, device_type)
     if reason is None:
-        name, reason = find_by_documents(architecture, scores=config.task.name.traits.scores)
+        name, reason = find_by_documents(architecture, head=config.task.name.traits.head)
     if reason is None and name != BY_DOCUMENTS["sdpa"] and _is_compiled(config, device_type):
         reason = _LEFT_FOR_EACH
     if reason is None:
@@ -112,7 +119,7 @@ def _why_not_compiled(config: RunConfig, architecture: PreTrainedConfig, device_
 
 
 @unset_fake_temporarily()
-def find_by_documents(architecture: PreTrainedConfig, *, scores: bool = False) -> tuple[str | None, str | None]:
+def find_by_documents(architecture: PreTrainedConfig, *, head: Head = Head.tokens) -> tuple[str | None, str | None]:
     """Compare a small model that goes document by document with itself with a mask, on the CPU in float32.
 
     Returns:
@@ -126,13 +133,13 @@ def find_by_documents(architecture: PreTrainedConfig, *, scores: bool = False) -
                 # A loss over routers depends on the batch.
                 text.output_router_logits = False
             # As transformers itself chooses.
-            masked = _make(small, None, scores)
+            masked = _make(small, None, head)
             name = BY_DOCUMENTS.get(str(masked.config.get_text_config(decoder=True)._attn_implementation))
             if name is None:
                 return None, _ONE_OF_ITS_OWN
             expected = _run(masked)
             with _seeing_calls(name) as calls:
-                found = _run(_make(small, _ASKED, scores))
+                found = _run(_make(small, _ASKED, head))
         except Exception as error:  # whatever a model raises that cannot be made small, or does more with masks
             if isinstance(error, KeyError) and error.args == (_ASKED,):
                 return None, _ONE_OF_ITS_OWN
@@ -153,13 +160,12 @@ def _largest(tensor: torch.Tensor) -> float:
     return float(tensor.abs().max()) if tensor.numel() else 0.0
 
 
-def _make(small: PreTrainedConfig, attention: str | None, scores: bool) -> PreTrainedModel:
+def _make(small: PreTrainedConfig, attention: str | None, head: Head) -> PreTrainedModel:
     small = copy.deepcopy(small)
     small._attn_implementation = attention
     # torch.manual_seed would seed GPUs, too, which are not set back.
     torch.default_generator.manual_seed(0)
-    classes: Any = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING if scores else MODEL_FOR_CAUSAL_LM_MAPPING
-    model_class = classes[type(small)]
+    model_class = _CLASSES[head][type(small)]
     if model_class.config_class is type(small.get_text_config()):
         # Of a model for text and images it takes the part for text.
         small = small.get_text_config()

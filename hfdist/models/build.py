@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import (
+    AutoModel,
     AutoModelForCausalLM,
     AutoModelForSequenceClassification,
     PreTrainedConfig,
@@ -19,6 +20,7 @@ from transformers import (
 from transformers.initialization import no_init_weights
 
 from hfdist.config.model import Dtype, Init, ModelConfig
+from hfdist.config.task import Head
 from hfdist.errors import ConfigError, HfdistError, ResourceError, first_line
 from hfdist.models.adapter_parts import describe_parts
 from hfdist.models.hub_client import reading_from_hub
@@ -41,7 +43,7 @@ def build_model(
     seed: int,
     layout: Partitioning = WHOLE,
     trained: TrainableParameters | None = None,
-    scores: bool = False,
+    head: Head = Head.tokens,
 ) -> PreTrainedModel:
     """Make the model on the CPU, as much of it as this rank holds; TrainingArguments must exist by then.
 
@@ -54,7 +56,7 @@ def build_model(
         seed: of random weights.
         layout: how it is partitioned.
         trained: what of it is trained; None: all.
-        scores: it gives one score, and not the next token; the layer for that is drawn where the file has none.
+        head: what it gives at its end; a layer that scores is drawn where the file has none.
 
     Raises:
         ConfigError: the pretrained weights cannot be read or are of another model, or transformers refuses the
@@ -63,16 +65,16 @@ def build_model(
     trained = trained or TrainableParameters()
     _check_not_quantized(architecture)
     if config.init is Init.random:
-        model = _draw(make_without_values(config, architecture, scores=scores), trained, seed, layout)
+        model = _draw(make_without_values(config, architecture, head=head), trained, seed, layout)
     else:
-        model = _read(config, architecture, trained, seed, layout, scores=scores)
+        model = _read(config, architecture, trained, seed, layout, head=head)
     if trained.adapter.quantization is not None:
         quantize_frozen(model, trained.adapter.quantization, layout)
     return model
 
 
 def check_weights(
-    config: ModelConfig, architecture: PreTrainedConfig, trained: TrainableParameters, *, scores: bool = False
+    config: ModelConfig, architecture: PreTrainedConfig, trained: TrainableParameters, *, head: Head = Head.tokens
 ) -> None:
     """Compare the names and shapes in the files of a pretrained model with the model's own; see `build_model`.
 
@@ -87,7 +89,7 @@ def check_weights(
     _check_not_quantized(architecture)
     assert config.name is not None  # checked with the config
     how = {"config": copy.deepcopy(architecture), "dtype": "auto", **_safely(config)}
-    names = read_names(_auto_class(scores), config.name, where="model.name", scores=scores, **how)
+    names = read_names(auto_class(head), config.name, where="model.name", head=head, **how)
     _check_names(names, config, trained)
 
 
@@ -107,7 +109,7 @@ def _safely(config: ModelConfig) -> dict[str, object]:
 
 
 def make_without_values(
-    config: ModelConfig, architecture: PreTrainedConfig, *, scores: bool = False
+    config: ModelConfig, architecture: PreTrainedConfig, *, head: Head = Head.tokens
 ) -> PreTrainedModel:
     """Make the whole model, tied, with whatever its memory holds in place of weights.
 
@@ -116,7 +118,7 @@ def make_without_values(
     """
     try:
         with no_init_weights():
-            model: PreTrainedModel = _auto_class(scores).from_config(
+            model: PreTrainedModel = auto_class(head).from_config(
                 architecture, dtype=_dtype(config.dtype), trust_remote_code=config.trust_remote_code
             )
     except (HfdistError, MemoryError):
@@ -134,8 +136,10 @@ def make_without_values(
     return model
 
 
-def _auto_class(scores: bool) -> Any:
-    return AutoModelForSequenceClassification if scores else AutoModelForCausalLM
+def auto_class(head: Head) -> Any:
+    """Give transformers' class of models that end so."""
+    classes = {Head.score: AutoModelForSequenceClassification, Head.none: AutoModel}
+    return classes.get(head, AutoModelForCausalLM)
 
 
 def _draw(model: PreTrainedModel, trained: TrainableParameters, seed: int, layout: Partitioning) -> PreTrainedModel:
@@ -166,13 +170,13 @@ def _read(
     seed: int,
     layout: Partitioning,
     *,
-    scores: bool,
+    head: Head,
 ) -> PreTrainedModel:
     """Weights of a file."""
     assert config.name is not None  # checked with the config
     dtype, is_partitioned = _dtype(config.dtype), layout.partitions_in_constructor
     with reading_from_hub("model.name", config.name), _naming_memory(config.name):
-        model, about = _auto_class(scores).from_pretrained(
+        model, about = auto_class(head).from_pretrained(
             config.name,
             output_loading_info=True,
             config=architecture,
@@ -181,7 +185,7 @@ def _read(
             dtype=dtype if is_partitioned else "auto",
             **_safely(config),
         )
-    names = NameDifferences.of(about, model, scores=scores)
+    names = NameDifferences.of(about, model, head=head)
     _check_names(names, config, trained)
     if names.missing or names.unexpected:
         logger.warning("model.allow_missing: %s", names)

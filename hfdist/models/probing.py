@@ -12,6 +12,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICA
 
 from hfdist.models.adapter import inject_adapter
 from hfdist.models.cache_use import without_cache
+from hfdist.models.embeddings import has_no_head
 from hfdist.models.shrink import shrink
 
 
@@ -45,7 +46,7 @@ def run_small(model: PreTrainedModel) -> tuple[float, torch.Tensor]:
     labels = tokens.clone()
     labels[0, 4:7] = -100
     model.zero_grad()
-    loss = model(input_ids=tokens, labels=labels).loss
+    loss = probe_loss(model, {"input_ids": tokens, "labels": labels})
     loss.backward()
     gradients = [p.grad.flatten() for p in model.parameters() if p.grad is not None]
     return float(loss.detach()), torch.cat(gradients)
@@ -54,6 +55,24 @@ def run_small(model: PreTrainedModel) -> tuple[float, torch.Tensor]:
 def scores_sequences(model: PreTrainedModel) -> bool:
     """Whether the model is one for sequence classification: its labels are of sequences, not of tokens."""
     return type(model).__name__ in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.values()
+
+
+def probe_loss(model: PreTrainedModel, batch: dict[str, torch.Tensor], **more: object) -> torch.Tensor:
+    """Give the model's own loss; of a model without a head a number that each hidden state moves in its own way.
+
+    Args:
+        model: on the device of the batch.
+        batch: with `labels`, which a model without a head is not given.
+        more: what else the model is given.
+    """
+    if not has_no_head(model):
+        loss: torch.Tensor = model(**batch, **more).loss
+        return loss
+    inputs = {name: tensor for name, tensor in batch.items() if name != "labels"}
+    states: torch.Tensor = model(**inputs, **more)[0]
+    generator = torch.Generator().manual_seed(1)
+    # Squares: a sum that may be near 0 could not be compared.
+    return (states + torch.randn(states.shape, generator=generator).to(states)).square().mean()
 
 
 _FIRST, _SECOND = 6, 5

@@ -19,6 +19,8 @@ from hfdist.pipeline.split import SplitModel
 from hfdist.pipeline.stage_io import Activations, Carry, P2PChannel, tensors_of, unpack
 from hfdist.pipeline.stage_module import StageModule, preserve_state
 
+_OUTPUTS = ("loss", "logits", "last_hidden_state")
+
 
 @dataclass(frozen=True)
 class ProbeResult:
@@ -29,7 +31,7 @@ class ProbeResult:
     needed: frozenset[str]
     """Names of the parameters around the blocks that a gradient reaches in its stages."""
     checksum: float | None = None
-    """Sum of loss and logits, on the rank of the last stage, so that two runs can be compared."""
+    """Sum of loss and logits, or of hidden states, on the rank of the last stage, so that two runs can be compared."""
 
 
 def probe(split: SplitModel, carry: Carry, batch: dict[str, torch.Tensor], channel: P2PChannel) -> ProbeResult:
@@ -107,10 +109,10 @@ def _leaves(value: object) -> set[int]:
 
 
 def _outputs_of(value: Any) -> Sequence[torch.Tensor]:
-    """What goes to the next stage, or the loss and the logits, which models return by name or as a tuple."""
+    """What goes to the next stage, or loss and logits, or hidden states: models return them by name or in order."""
     if isinstance(value, Activations):
         return tensors_of(value)
-    return value[:2] if isinstance(value, tuple) else [value[key] for key in ("loss", "logits") if key in value]
+    return value[:2] if isinstance(value, tuple) else [value[key] for key in _OUTPUTS if key in value]
 
 
 @contextmanager

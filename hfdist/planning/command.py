@@ -58,7 +58,7 @@ def parse_request(arguments: Sequence[str]) -> PlanRequest:
     is_named = plan.hardware not in (None, CPU)
     hardware = read_hardware(str(plan.hardware), of_user) if is_named else None
     check_model_paths(config)
-    if config.task.name.traits.scores:
+    if not config.task.name.traits.writes_text:
         what, found = "a plan knows steps of next tokens, and this task has others", config.task.name.value
         allowed, hint = "another task", "task=dpo for a step of about the same model"
         raise ConfigError(what, where="task.name", found=found, allowed=allowed, hint=hint)

@@ -11,6 +11,7 @@ from transformers import PrinterCallback, TrainerCallback, default_data_collator
 from hfdist.collectives import world_size
 from hfdist.config.checks.preflight import check_run
 from hfdist.config.run import RunConfig
+from hfdist.config.task import Head
 from hfdist.control_group import ControlGroup
 from hfdist.models import TrainableParameters, build_model, check_weights, fit_vocabulary
 from hfdist.models.peft_config import check_adapter
@@ -73,8 +74,8 @@ class Run(RunState):
         """The config with folders of this machine in place of Hub ids and GGUF files; it is never saved."""
 
     @property
-    def _scores(self) -> bool:
-        return self.config.task.name.traits.scores
+    def _head(self) -> Head:
+        return self.config.task.name.traits.head
 
     @reporting("finding the model")
     def find_model(self) -> None:
@@ -116,7 +117,7 @@ class Run(RunState):
         self.own_plan = begin_plan(self._here, self.architecture, self.topology)
         # Before the process group exists: in it, the other ranks would wait for the download.
         self._fetch_weights()
-        check_weights(self._here.model, self.architecture, TrainableParameters.of(self.config), scores=self._scores)
+        check_weights(self._here.model, self.architecture, TrainableParameters.of(self.config), head=self._head)
         max_steps = count_max_steps(self._here, self.data.corpus, self.data.tokenizer)
         self.arguments = build_arguments(replace(self.config, train=self._train), self.strategy, max_steps=max_steps)
         # Now, as all ranks are here.
@@ -131,7 +132,7 @@ class Run(RunState):
             seed=self.config.train.seed,
             layout=self.strategy,
             trained=TrainableParameters.of(self.config),
-            scores=self._scores,
+            head=self._head,
         )
 
     @reporting("building the Trainer")

@@ -70,7 +70,7 @@ def build_data(config: RunConfig, topology: Topology) -> RunData:
             config.model, corpus_id=corpus.fingerprint, texts=corpus.training_texts, cache_dir=folder
         )
         adopt_template(tokenizer, config.data.chat)
-        Encoders(tokenizer, config.data.chat).check(
+        Encoders.of(tokenizer, config.data).check(
             shard for source in corpus.sources.values() if source.gives_examples for shard in source
         )
         if config.data.eval_sources:

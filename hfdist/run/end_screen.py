@@ -12,6 +12,7 @@ import torch
 
 from hfdist.config.model import Init
 from hfdist.config.run import RunConfig
+from hfdist.config.task import Head
 from hfdist.data import PoolReport
 from hfdist.planning.grade import PEAK, STEP
 from hfdist.records import RunRecord
@@ -51,6 +52,10 @@ class Ending:
     """The same at step 0."""
     without_context: float | None = None
     """Loss of a unigram model on the same data, where it means something."""
+    recall: float | None = None
+    """Share of held-out queries that find their text first among all held-out ones."""
+    reciprocal_rank: float | None = None
+    """Mean of one over the place of that text."""
     accuracy: float | None = None
     """Share of the held-out pairs whose chosen answer is preferred."""
     margin: float | None = None
@@ -166,6 +171,8 @@ def _quality(end: Ending) -> str:
     if task.name.traits.is_of_next_tokens:
         words += f", perplexity {perplexity(loss):,.1f}"
         return words if end.without_context is None else f"{words}; {_beside(loss, end.without_context, end.step)}"
+    if end.recall is not None:
+        words += f", recall@1 {share(end.recall)}, MRR {end.reciprocal_rank:.4f}"
     if end.accuracy is not None:
         pairs = "" if end.num_held_out is None else f" of {count(end.num_held_out, 'pair')}"
         words += f", accuracy {share(end.accuracy)}{pairs} (50 % by chance)"
@@ -217,8 +224,13 @@ def _memory(peaks: Sequence[Mapping[str, float]]) -> str:
 def _usage(end: Ending) -> list[str]:
     """Give lines of Python to copy, at the margin so that a prompt takes them."""
     folder = json.dumps(str(end.folder), ensure_ascii=False)
+    head = end.config.task.name.traits.head
+    if head is Head.none:
+        lines = ["from sentence_transformers import SentenceTransformer", f"model = SentenceTransformer({folder})"]
+        asked, found = 'model.encode_query(["A query."])', 'model.encode_document(["A text.", "Another one."])'
+        return [*lines, f"print(model.similarity({asked}, {found}))"]
     name, package = "AutoModelForCausalLM", "transformers"
-    if end.config.task.name.traits.scores:
+    if head is Head.score:
         name = "AutoModelForSequenceClassification"
     if end.config.adapter.is_used and not (end.folder / "config.json").is_file():
         name, package = name.replace("AutoModel", "AutoPeftModel"), "peft"
@@ -226,7 +238,7 @@ def _usage(end: Ending) -> list[str]:
     lines = [f"from transformers import {f'{name}, ' if alone else ''}AutoTokenizer"]
     lines += [] if alone else [f"from {package} import {name}"]
     lines.append(f"model, tokenizer = (auto.from_pretrained({folder}) for auto in ({name}, AutoTokenizer))")
-    if end.config.task.name.traits.scores:
+    if head is Head.score:
         return [*lines, 'print(model(**tokenizer("A good answer.", return_tensors="pt")).logits)']
     of_data = end.sample_prompt if len(end.sample_prompt or "") <= _LONGEST_PROMPT else None
     prompt = json.dumps(end.config.report.sample_prompt or of_data or _PROMPT, ensure_ascii=False)

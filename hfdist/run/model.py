@@ -45,9 +45,9 @@ class FoundModel(NamedTuple):
 def find_model(config: RunConfig) -> FoundModel:
     """See `Run.find_model`."""
     start = resolve_model(config.model, cache_dir=make_cache(config))
-    scores = config.task.name.traits.scores
-    architecture = find_architecture(start.model, sequence_length=config.data.sequence_length, scores=scores)
-    try_adapter(start.model, architecture, config.adapter, scores=scores)
+    head = config.task.name.traits.head
+    architecture = find_architecture(start.model, sequence_length=config.data.sequence_length, head=head)
+    try_adapter(start.model, architecture, config.adapter, head=head)
     if config.task.reward_model is not None:
         check_reward_model(config.task.reward_model)
     found = replace(config, model=start.model)

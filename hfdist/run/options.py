@@ -8,6 +8,7 @@ from hfdist.checkpoint import Keep
 from hfdist.config.composition.compose import to_values
 from hfdist.config.islands import IslandMethod
 from hfdist.config.run import RunConfig
+from hfdist.config.task import Head
 from hfdist.config.train import TrainConfig
 from hfdist.islands.parameter_client import GradientRecorder
 from hfdist.islands.parameter_store import find_slots
@@ -46,7 +47,7 @@ def own_optimizer(config: RunConfig, *, warmup_steps: int) -> ClassAndSettings:
 def make_options(run: RunState) -> RunOptions:
     """Make them of the config, and of what the parts of the run measure."""
     config, checkpoint, train = run.config, run.config.checkpoint, run.config.train
-    scores = config.task.name.traits.scores
+    has_tokens = config.task.name.traits.head is Head.tokens
     return RunOptions(
         run_values=to_values(config),
         keep=Keep(newest=checkpoint.keep, every=checkpoint.keep_every, best=checkpoint.keep_best),
@@ -55,7 +56,8 @@ def make_options(run: RunState) -> RunOptions:
         replicate_every=checkpoint.replicate_every,
         save_in_background=checkpoint.background,
         objective=run.objective,
-        loss_head=None if scores else choose_loss(config, run.model, run.strategy),
+        write_more=None if run.objective is None else run.objective.write_files,
+        loss_head=choose_loss(config, run.model, run.strategy) if has_tokens else None,
         base_width=config.optimizer.base_width,
         limits=Tolerance(
             skipped_steps=train.max_skipped_steps,

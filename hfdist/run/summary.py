@@ -152,6 +152,10 @@ def _marked(task: TaskConfig) -> str:
     return "of the reference" if task.name.traits.is_reinforcement else "targets"
 
 
+_NAMES = (("chosen", "rejected"), ("query", "text"))
+"""What documents are called, by whether they are embedded, and whether they are marked."""
+
+
 def _show(sequence: Packed, tokenizer: PreTrainedTokenizerBase, task: TaskConfig) -> str:
     lines = []
     rows = sequence.rows[:, : sequence.num_tokens]
@@ -167,7 +171,9 @@ def _show(sequence: Packed, tokenizer: PreTrainedTokenizerBase, task: TaskConfig
             piece = _safe(text[len(before) :])
             shown += f"{_OPEN}{piece}{_SHUT}" if is_target[first] else piece
             before = text
-        told = f"{'rejected' if is_rejected else 'chosen'}: " if task.name.traits.row_format is not None else ""
+        told = (
+            "" if task.name.traits.row_format is None else f"{_NAMES[task.name is TaskName.embed][int(is_rejected)]}: "
+        )
         lines.append(f"  {told}{shown}".replace("\n", "\n  "))
     return "\n  --\n".join(lines)
 
@@ -188,7 +194,7 @@ def survey(
 
     Also that a step reads all of them several times, if it does; 0 tokens a step: not known.
     """
-    documents = Documents(corpus, Encoders(tokenizer, config.chat), open_token_cache(config), config)
+    documents = Documents(corpus, Encoders.of(tokenizer, config), open_token_cache(config), config)
     read = (chunk for block in corpus.mixed_blocks() for chunk in documents.chunks(np.array(block)))
     rows = (row for chunk in read for row in zip(chunk.views(), chunk.fates, chunk.cut_tokens, strict=True))
     found = list(islice(rows, _SURVEYED_DOCUMENTS))

@@ -33,10 +33,10 @@ def check_model_fits(config: RunConfig, processes: int) -> None:
         return
     topology, batch = plan_run(config, world_size=processes)
     strategy = select_strategy(degrees, config.train, topology=topology, batch=batch, device_type=device_type_here())
-    scores = config.task.name.traits.scores
-    architecture = find_architecture(model, sequence_length=config.data.sequence_length, scores=scores)
+    head = config.task.name.traits.head
+    architecture = find_architecture(model, sequence_length=config.data.sequence_length, head=head)
     with torch.device("meta"):
-        whole = make_without_values(model, architecture, scores=scores)
+        whole = make_without_values(model, architecture, head=head)
     if degrees.pipeline > 1:
         # Imported where it is chosen, as in `select_strategy`.
         from hfdist.pipeline.partition import choose_stages

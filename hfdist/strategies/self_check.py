@@ -24,8 +24,9 @@ from hfdist.checkpoint.piece import WEIGHT, Piece
 from hfdist.collectives import is_planned
 from hfdist.config.batch import IGNORED
 from hfdist.errors import first_line
+from hfdist.models.embeddings import has_no_head
 from hfdist.models.positions import padding_id
-from hfdist.models.probing import keeps_documents_apart, scores_sequences
+from hfdist.models.probing import keeps_documents_apart, probe_loss, scores_sequences
 
 LOSS_BOUND, GRADIENT_BOUND = 1e-5, 1e-4
 """Largest relative differences. Sums of other orders make up to 4e-5 in a gradient of recurrent types, which in float64
@@ -162,7 +163,7 @@ def _takes(model: PreTrainedModel, name: str, num_tokens: int) -> bool:
         return False
     try:
         with torch.no_grad():
-            model(**_make_batch(model, num_tokens, name, seed=0), use_cache=False)
+            probe_loss(model, _make_batch(model, num_tokens, name, seed=0), use_cache=False)
     except (TypeError, ValueError, RuntimeError, IndexError):
         return False
     return True
@@ -211,11 +212,12 @@ def _accumulate(
 ) -> torch.Tensor:
     """Run several micro batches and give the loss of each."""
     takes_any = any(one.kind is one.VAR_KEYWORD for one in inspect.signature(model.forward).parameters.values())
-    counted = {"num_items_in_batch": num_items} if takes_any and not scores_sequences(model) else {}
+    counts = takes_any and not scores_sequences(model) and not has_no_head(model)
+    counted = {"num_items_in_batch": num_items} if counts else {}
     losses = []
     for batch in batches:
         with sharded(batch) as own:
-            loss = factor * model(**own, **counted, use_cache=False).loss
+            loss = factor * probe_loss(model, own, **counted, use_cache=False)
             loss.backward()
         losses.append(loss.detach())
     return torch.stack(losses)

@@ -15,6 +15,7 @@ from hfdist.rewards.code import SANDBOXED
 from hfdist.strategies.base import Strategy
 from hfdist.trainer.step.objective import Objective
 from hfdist.tune.distill import Distillation
+from hfdist.tune.embed import Embeddings
 from hfdist.tune.learned_reward import LearnedReward
 from hfdist.tune.moving_reference import MovingReference
 from hfdist.tune.online_preference import OnlinePreferences
@@ -47,6 +48,8 @@ def make_objective(
             return KahnemanTversky(task, _table(config))
         case TaskName.reward:
             return RewardPairs()
+        case TaskName.embed:
+            return Embeddings(task, config.data.texts, tokenizer)
         case TaskName.distill:
             assert task.teacher is not None  # checked with the config
             return Distillation(task, Teacher(task.teacher, layout=strategy, arguments=arguments))

@@ -14,7 +14,7 @@ from transformers import (
 )
 
 from hfdist.config.paths import expand_user
-from hfdist.config.task import SCORE
+from hfdist.config.task import SCORE, Head
 from hfdist.data.tokenization.text_encoder import Encoder
 from hfdist.errors import ConfigError
 from hfdist.models.names.weight_names import read_names
@@ -37,7 +37,7 @@ def check_reward_model(path: str) -> None:
     """
     folder = expand_user(path)
     config = find_frozen(path, where=_KEY, allowed=_ALLOWED, hint=_HINT)
-    names = read_names(AutoModelForSequenceClassification, folder, where=_KEY, **SAFELY)
+    names = read_names(AutoModelForSequenceClassification, folder, where=_KEY, head=Head.tokens, **SAFELY)
     if any(name.startswith(f"{SCORE}.") for name in names.missing):
         what, found = "the model has no layer that scores an answer", f"{path}, without {SCORE}.weight"
         raise ConfigError(what, where=_KEY, found=found, allowed=_ALLOWED, hint=_HINT)

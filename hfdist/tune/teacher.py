@@ -19,6 +19,7 @@ from transformers import (
 )
 
 from hfdist.config.paths import expand_user
+from hfdist.config.task import Head
 from hfdist.errors import ConfigError
 from hfdist.models.loss.lazy_logits import Logits, Rows, deferring
 from hfdist.models.names.weight_names import read_names
@@ -67,7 +68,8 @@ def check_teacher(
         what, hint = "sequences are longer than the teacher has positions", f"data.sequence_length={positions}"
         found = f"with {positions:,}, and data.sequence_length={sequence_length}"
         raise refuse(what, found, f"data.sequence_length <= {positions}", hint)
-    read_names(AutoModelForCausalLM, expand_user(path), where=_KEY, **SAFELY).check(where=_KEY, name=path, hint=_HINT)
+    names = read_names(AutoModelForCausalLM, expand_user(path), where=_KEY, head=Head.tokens, **SAFELY)
+    names.check(where=_KEY, name=path, hint=_HINT)
     with torch.device("meta"):
         check_packable(AutoModelForCausalLM.from_config(config, trust_remote_code=False), where=_KEY)
 

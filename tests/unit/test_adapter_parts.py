@@ -7,6 +7,7 @@ from transformers import AutoModelForCausalLM
 from transformers.initialization import no_init_weights
 
 from hfdist.config.model import AdapterPart
+from hfdist.config.task import Head
 from hfdist.errors import ConfigError
 from hfdist.models import find_architecture
 from hfdist.models.adapter import inject_adapter
@@ -202,10 +203,11 @@ def test_what_peft_cannot_put_beside_experts_is_refused_before_weights_are_read(
 
 
 def test_parts_are_found_for_what_needs_values_and_for_models_that_score(mixture):
-    for words, scores in ((("adapter.type=boft",), False), (("adapter=lora", "adapter.modules_to_save=[score]"), True)):
+    scoring = ("adapter=lora", "adapter.modules_to_save=[score]")
+    for words, head in ((("adapter.type=boft",), Head.tokens), (scoring, Head.score)):
         config = compose(mixture, *words, "adapter.target_parts=[attention]")
-        architecture = find_architecture(config.model, sequence_length=64, scores=scores)
-        try_adapter(config.model, architecture, config.adapter, scores=scores)
+        architecture = find_architecture(config.model, sequence_length=64, head=head)
+        try_adapter(config.model, architecture, config.adapter, head=head)
 
 
 def test_another_way_to_compute_experts_does_not_leave_lora_out(mixture):

@@ -6,13 +6,13 @@ import dataclasses
 import json
 from functools import reduce
 
-from hfdist.config.data import Packing, RowFormat, TooLong, TrainOn
+from hfdist.config.data import Packing, RowFormat, TextsConfig, TooLong, TrainOn
 from hfdist.config.plain_values import override_value, plain
 from hfdist.config.run import RunConfig
 from hfdist.config.task import PRESETS, REWARD_MODEL, SCORE, TaskConfig, TaskLoss, TaskName
 from hfdist.errors import ConfigError
 
-_OF_TASKS = (RowFormat.preference, RowFormat.unpaired_preference, RowFormat.prompt)
+_OF_TASKS = (RowFormat.preference, RowFormat.unpaired_preference, RowFormat.prompt, RowFormat.retrieval)
 _WITH_REFERENCE = ("arithmetic", "code", "code_without_landlock")
 """Rewards that compare an answer with the data's."""
 _SMOOTHED = (TaskLoss.robust, TaskLoss.exo_pair)
@@ -28,6 +28,10 @@ def check_task(config: RunConfig) -> None:
     _check_others(config)
     _check_rows(config)
     task, data = config.task, config.data
+    if data.texts != TextsConfig() and task.name is not TaskName.embed:
+        changed = next(f.name for f in dataclasses.fields(TextsConfig) if getattr(data.texts, f.name) != f.default)
+        default = json.dumps(getattr(TextsConfig(), changed))
+        raise _misfit(config, f"data.texts.{changed}", default, "only rows for embeddings are such texts")
     if data.keep_columns and not task.name.traits.is_reinforcement:
         raise _misfit(config, "data.keep_columns", "false", "rewards alone read the other columns")
     if task.name is TaskName.causal_lm:
@@ -42,11 +46,15 @@ def check_task(config: RunConfig) -> None:
         _check_teacher(config)
     elif task.name.traits.is_reinforcement:
         _check_reinforcement(config)
+    elif task.name is TaskName.embed:
+        _check_embeddings(config)
     elif task.name is TaskName.reward:
         _check_reward_model(config)
-    if "clip" not in task.name.traits.keys:
+    if "beta" in task.name.traits.keys and "clip" not in task.name.traits.keys:
         # The loss of a policy may do without a reference.
         _check_pairs(config)
+    if not task.name.traits.writes_text:
+        _check_without_text(config)
 
 
 def _check_answers(config: RunConfig) -> None:
@@ -127,23 +135,53 @@ def _check_pairs(config: RunConfig) -> None:
         raise _misfit(config, "task.label_smoothing", "0.001", "exo_pair compares with smoothed labels")
     if task.margin and task.loss is not TaskLoss.simpo:
         raise _misfit(config, "task.margin", "0", "only simpo has a margin")
-    if "beta" in name.traits.keys and not task.beta:
+    if not task.beta:
         raise _misfit(config, "task.beta", "0.1", "without it the answers would not count")
 
 
 def _check_reward_model(config: RunConfig) -> None:
     adapter = config.adapter
-    for key in ("evaluate.prompts", "evaluate.metrics", "evaluate.lm_eval"):
-        if getattr(config.evaluate, key.partition(".")[2]):
-            raise _misfit(config, key, "[]", "a reward model writes no text")
-    if config.report.sample_prompt is not None:
-        raise _misfit(config, "report.sample_prompt", "null", "a reward model writes no text")
     if adapter.is_used and SCORE not in adapter.modules_to_save:
         raise _misfit(
             config, "adapter.modules_to_save", f"[{SCORE}]", "the layer that scores is new: it must be trained"
         )
     if adapter.is_used and adapter.merge:
         raise _misfit(config, "adapter.merge", "false", "a reward model is not merged in this version")
+
+
+def _check_without_text(config: RunConfig) -> None:
+    why = "the model writes no text"
+    for key in ("evaluate.prompts", "evaluate.metrics", "evaluate.lm_eval"):
+        if getattr(config.evaluate, key.partition(".")[2]):
+            raise _misfit(config, key, "[]", why)
+    if config.report.sample_prompt is not None:
+        raise _misfit(config, "report.sample_prompt", "null", why)
+
+
+def _check_embeddings(config: RunConfig) -> None:
+    task, most = config.task, config.data.texts.max_tokens
+    if task.loss is TaskLoss.triplet and not task.margin:
+        raise _misfit(config, "task.margin", "0.2", "a triplet compares distances with a margin")
+    if task.loss is not TaskLoss.triplet and task.margin:
+        raise _misfit(config, "task.margin", "0", "only triplet has a margin")
+    if any(size < 1 for size in task.matryoshka) or len(set(task.matryoshka)) < len(task.matryoshka):
+        allowed = "numbers of dimensions above 0, each once"
+        hint = "task.matryoshka=[64,128,256]"
+        raise ConfigError(
+            "these are no sizes of an embedding",
+            where="task.matryoshka",
+            found=str(task.matryoshka),
+            allowed=allowed,
+            hint=hint,
+        )
+    if most is not None and 2 * most > config.data.sequence_length:
+        raise ConfigError(
+            "a query and its positive must fit into one sequence",
+            where="data.texts.max_tokens",
+            found=f"{most}, with data.sequence_length={config.data.sequence_length}",
+            allowed=f"<= {config.data.sequence_length // 2}",
+            hint=f"data.texts.max_tokens={config.data.sequence_length // 2}",
+        )
 
 
 def _check_reinforcement(config: RunConfig) -> None:

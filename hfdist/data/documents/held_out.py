@@ -74,7 +74,7 @@ def build_held_out(corpus: Corpus, tokenizer: PreTrainedTokenizerBase, config: D
         settings.append(RULE)
     if config.keep_columns and corpus.has_examples:
         settings.append("documents")
-    tokens = Encoders(tokenizer, config.chat).digest(examples=corpus.has_examples)
+    tokens = Encoders.of(tokenizer, config).digest(examples=corpus.has_examples)
     key = digest_of([_FORMAT, corpus.local_fingerprint, tokens, *settings])
     path = cache_dir(config) / "held_out" / f"{key}.npy"
     return HeldOut(cached_array(path, lambda: _pack(corpus, tokenizer, config)), corpus)
@@ -86,7 +86,7 @@ def open_held_out_sources(tokenizer: PreTrainedTokenizerBase, config: DataConfig
     Raises:
         ConfigError, DataError: one is missing, unreadable or empty.
     """
-    check_token_sources(config.eval_sources, Encoders(tokenizer, config.chat))
+    check_token_sources(config.eval_sources, Encoders.of(tokenizer, config))
     parts = {}
     for name, source in config.eval_sources.items():
         alone = replace(
@@ -99,7 +99,7 @@ def open_held_out_sources(tokenizer: PreTrainedTokenizerBase, config: DataConfig
 
 
 def _pack(corpus: Corpus, tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> NDArray[np.int32]:
-    encoders = Encoders(tokenizer, config.chat)
+    encoders = Encoders.of(tokenizer, config)
     documents = Documents(corpus, encoders, open_token_cache(config), config, held_out=True)
     counts = HeldOutCounts()
     chunks = (counts.add(chunk) for block in corpus.mixed_blocks() for chunk in documents.chunks(np.array(block)))

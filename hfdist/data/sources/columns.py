@@ -14,6 +14,9 @@ GUESSES: Mapping[str, tuple[str, ...]] = {
     "chosen": ("accepted", "preferred", "chosen_response", "response_chosen"),
     "rejected": ("dispreferred", "rejected_response", "response_rejected"),
     "label": ("liked", "thumbs_up", "is_good"),
+    "query": ("question", "sentence1", "instruction", "title"),
+    "positive": ("answer", "document", "passage", "context", "text", "sentence2"),
+    "negative": ("hard_negative", "negative_passages"),
     "messages": ("conversation", "dialogue", "turns", "chat"),
 }
 """Names that published datasets have for the columns of ours."""

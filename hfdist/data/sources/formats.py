@@ -7,6 +7,8 @@ as they treat a document. The canonical forms are
 {"prompt": ..., "completion": ...}                     text: the completion's tokens are targets
 {"messages": [...], "tools": [...], "learned_from": n} a conversation as OpenAI writes it; assistant messages before
                                                        number n are no targets
+{"query": ..., "documents": [...]}                     texts: a query, and the one that belongs to it before those that
+                                                       do not
 
 A preference is such a form with "rejected": of a text, the rejected completion; of a conversation, the messages that
 stand in the place of those from number n on; or true, where there is this answer only, and it is rejected. A prompt
@@ -21,7 +23,7 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import takewhile
 from typing import Any, NamedTuple, NoReturn
 
-from hfdist.config.data import RowFormat
+from hfdist.config.data import NEGATIVES, RowFormat
 from hfdist.data.sources.base import BadRow, ContentError, check_size, check_text
 
 _ROLES: Mapping[str, str] = {
@@ -145,6 +147,31 @@ def _from_prompt_alone(row: Mapping[str, object]) -> dict[str, object]:
     return _from_prompt({**row, "prompt": prompt, "completion": "" if isinstance(prompt, str) else []})
 
 
+def _from_retrieval(row: Mapping[str, object]) -> dict[str, object]:
+    """A query, the text that belongs to it, and texts that do not."""
+    query = "query" if "query" in row else "anchor"
+    positive = "positive" if "positive" in row else "pos"
+    positives = _texts(row[positive], positive)
+    if len(positives) != 1:
+        _refuse("a row has one text that belongs to its query", positive, positives, "one text; a row for each other")
+    negatives = [text for name in NEGATIVES if name in row for text in _texts(row[name], name)]
+    return {"query": _written(row[query], query), "documents": [*positives, *negatives]}
+
+
+def _texts(value: object, where: str) -> list[str]:
+    """Some texts, or a single one."""
+    if isinstance(value, str):
+        return [_written(value, where)]
+    return [_written(item, f"{where}[{number}]") for number, item in enumerate(_list(value, where))]
+
+
+def _written(value: object, where: str) -> str:
+    text = _text(value, where)
+    if not text.strip():
+        _refuse("the text is empty", where, text, "a text with letters")
+    return text
+
+
 def split_columns(text: str) -> tuple[str, str]:
     """Give an example, and JSON of the other columns of its row; nothing where they are not kept."""
     # JSON has no line ends of its own.
@@ -158,7 +185,7 @@ def texts_in(example: str) -> str:
     rejected = values.pop("rejected", [])
     messages = values.pop("messages", []) + (rejected if isinstance(rejected, list) else [])
     values["rejected"] = rejected
-    written = [value for value in values.values() if isinstance(value, str)]
+    written = [value for value in (*values.values(), *values.get("documents", [])) if isinstance(value, str)]
     return "\n".join([*written, *(message["content"] for message in messages if "content" in message)])
 
 
@@ -326,8 +353,15 @@ FORMS_BY_NAME = FORMS | {
     RowFormat.preference: RowColumns(("chosen", "rejected"), ("prompt", "tools"), _from_preference),
     RowFormat.unpaired_preference: RowColumns(("prompt", "completion", "label"), ("tools",), _from_unpaired),
     RowFormat.prompt: RowColumns(("prompt",), ("tools",), _from_prompt_alone),
+    RowFormat.retrieval: RowColumns(("query", "positive"), NEGATIVES, _from_retrieval),
 }
 """All formats that have columns of their own; `auto` tries those of `FORMS` alone."""
+OTHER_NAMES = {
+    RowFormat.retrieval: [
+        RowColumns(needed, NEGATIVES, _from_retrieval) for needed in (("anchor", "positive"), ("query", "pos"))
+    ]
+}
+"""The same formats as other libraries name their columns: sentence-transformers, FlagEmbedding."""
 
 
 def write_example(form: RowColumns, row: Mapping[str, object], where: str) -> str | BadRow:

@@ -13,7 +13,7 @@ from hfdist.config.data import DataConfig, RowFormat, SourceConfig
 from hfdist.config.override_text import in_shell
 from hfdist.data.sources.base import BadRow, ContentError, check_text
 from hfdist.data.sources.columns import TEXT, Column, Kind, guess_columns, kinds_of
-from hfdist.data.sources.formats import FORMS, FORMS_BY_NAME, RowColumns, from_text, write_example
+from hfdist.data.sources.formats import FORMS, FORMS_BY_NAME, OTHER_NAMES, RowColumns, from_text, write_example
 from hfdist.errors import nearest
 
 _SHOWN_COLUMNS = 40
@@ -30,6 +30,7 @@ _INDEX_OPTIONS = {
     RowFormat.text: "",
     RowFormat.preference: " --config-name=tune",
     RowFormat.unpaired_preference: " --config-name=tune task=kto",
+    RowFormat.retrieval: " --config-name=tune task=embed",
 }
 _TAKES_TEXT = "rows of text: hfdist tokenizes them itself; in Python, hfdist.Trainer takes rows of input_ids and labels"
 
@@ -142,7 +143,7 @@ class RowReader:
     @cached_property
     def _forms(self) -> list[RowColumns]:
         if self.format is not RowFormat.auto:
-            return [FORMS_BY_NAME[self.format]]
+            return [FORMS_BY_NAME[self.format], *OTHER_NAMES.get(self.format, ())]
         forms = [*FORMS.values(), RowColumns(("text",), (), from_text)]
         names = {name for name, _ in self.mapped}
         # Who names a column means a format that has it.

@@ -91,7 +91,7 @@ class TokenStream(IterableDataset[dict[str, torch.Tensor]]):
         """The record of all sequences given, if there is one."""
         self.may_begin_anew = False
         """Whether to accept a cursor of other data, and read these from their beginning."""
-        self._encoders = Encoders(tokenizer, config.chat)
+        self._encoders = Encoders.of(tokenizer, config)
         check_token_sources(config.sources, self._encoders)
         self._global_batch_size = global_batch_size
         self._data_rank, self._data_size, (self._run, self._num_runs) = data_rank, data_size, run

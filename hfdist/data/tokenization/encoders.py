@@ -12,7 +12,7 @@ import dataclasses
 import hashlib
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from functools import cached_property
+from functools import cached_property, reduce
 from itertools import islice
 from typing import Any
 
@@ -20,7 +20,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from hfdist.apart import do_apart
-from hfdist.config.data import ChatConfig, SourceConfig, SourceKind, TrainOn
+from hfdist.config.data import ChatConfig, DataConfig, SourceConfig, SourceKind, TextsConfig, TrainOn
 from hfdist.data import marks
 from hfdist.data.marks import Tokens
 from hfdist.data.sources.base import BadRow, ContentError, Shard
@@ -33,6 +33,7 @@ from hfdist.errors import ConfigError
 
 _EXAMPLES = 3
 """Version of what `encode_examples` makes of the same example and settings: tokens and targets."""
+_SHOWN_CHARACTERS = 80
 _MOST_TRIED = 16
 """Shards whose first example is."""
 
@@ -44,8 +45,14 @@ def _has_examples(shard: Shard) -> bool:
 class Encoders:
     """Makes tokens of documents and of examples; the tokenizer must have an end-of-text token."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, chat: ChatConfig) -> None:
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, chat: ChatConfig, texts: TextsConfig | None = None) -> None:
         self._tokenizer, self._chat, self._end = tokenizer, chat, tokenizer.eos_token_id
+        self._texts = TextsConfig() if texts is None else texts
+
+    @classmethod
+    def of(cls, tokenizer: PreTrainedTokenizerBase, data: DataConfig) -> Encoders:
+        """Make those of a run's data."""
+        return cls(tokenizer, data.chat, data.texts)
 
     # Made on demand: a copy of a large tokenizer takes tenths of a second, and a start needs little.
 
@@ -64,6 +71,8 @@ class Encoders:
     @cached_property
     def _examples_digest(self) -> str:
         values = [_EXAMPLES, self._text_digest, *_what_renders(self._tokenizer, self._chat)]
+        if self._texts != TextsConfig():
+            values.append(dataclasses.asdict(self._texts))
         return hashlib.blake2b(json.dumps(values, sort_keys=True).encode(), digest_size=12).hexdigest()
 
     def digest(self, *, examples: bool) -> str:
@@ -116,6 +125,8 @@ class Encoders:
             except RefusedError as error:
                 what = "the chat template does not take the conversation"
                 begun.append(ContentError(what, found=str(error), hint="data.chat.template for another template"))
+            except ContentError as error:
+                begun.append(error)
         # Together: a tokenizer that takes turns with a template finds the processor's cache full of the other.
         answers = [answer for one in begun if isinstance(one, list) for answer in one]
         chats = [answer for answer in answers if isinstance(answer, Chat)]
@@ -133,6 +144,8 @@ class Encoders:
         ]
 
     def _begin(self, example: Mapping[str, Any]) -> Tokens | Chat:
+        if "query" in example:
+            return self._retrieve(example["query"], example["documents"])
         if "text" in example:
             return self._text.encode([example["text"]])[0]
         if "messages" not in example:
@@ -152,6 +165,19 @@ class Encoders:
         if self._chat.train_on is not TrainOn.all:
             tokens[: len(first)] = ~tokens[: len(first)]
         return tokens
+
+    def _retrieve(self, query: str, documents: Sequence[str]) -> Tokens:
+        """Give a query's tokens, then those of each document with the mark of a rejected answer: all are targets."""
+        texts = [self._texts.query_prompt + query, *(self._texts.document_prompt + text for text in documents)]
+        encoded = [self._cut(tokens) for tokens in self._text.encode(texts)]
+        if any(len(tokens) < 2 for tokens in encoded):
+            # The first token of a document is no target, and by its targets a text is known.
+            raise ContentError("the tokenizer has no token for a text", found=min(texts, key=len)[:_SHOWN_CHARACTERS])
+        return reduce(marks.join, map(marks.reject, encoded[1:]), encoded[0])
+
+    def _cut(self, tokens: Tokens) -> Tokens:
+        most = self._texts.max_tokens
+        return tokens if most is None or len(tokens) <= most else np.append(tokens[: most - 1], tokens[-1])
 
     def _open(self, ids: list[int]) -> list[int]:
         """Token ids without the end-of-text token that some tokenizers put after each text."""

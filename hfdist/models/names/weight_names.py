@@ -11,7 +11,7 @@ from typing import Any
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
-from hfdist.config.task import SCORE
+from hfdist.config.task import SCORE, Head
 from hfdist.errors import ConfigError
 from hfdist.models.hub_client import reading_from_hub
 
@@ -34,17 +34,18 @@ class NameDifferences:
     """Weights of other shapes, each with that in the file and the model's."""
 
     @classmethod
-    def of(cls, about: Mapping[str, Any], model: PreTrainedModel, *, scores: bool = False) -> NameDifferences:
+    def of(cls, about: Mapping[str, Any], model: PreTrainedModel, *, head: Head = Head.tokens) -> NameDifferences:
         """Take them from what `from_pretrained` says with `output_loading_info`.
 
         Args:
             about: its second value. It lacks what transformers itself deems fine.
             model: its first value.
-            scores: whether the model gives one score: its layer for that is new, and the head for tokens is left out.
+            head: what the model gives at its end: a layer that scores is new, and a head for tokens may be left out.
         """
         missing, unexpected = sorted(about["missing_keys"]), sorted(about["unexpected_keys"])
-        if scores:
+        if head is Head.score:
             missing = [name for name in missing if not name.startswith(_SCORE_PREFIX)]
+        if head is not Head.tokens:
             unexpected = [name for name in unexpected if name.startswith(f"{model.base_model_prefix}.")]
         shapes = sorted(about["mismatched_keys"])
         reshaped = tuple(f"{name}: {list(there)}, not {list(here)}" for name, there, here in shapes)
@@ -88,7 +89,7 @@ class NameDifferences:
 
 
 def read_names(
-    auto_class: Any, name: str | Path, *, where: str, scores: bool = False, **fields: object
+    auto_class: Any, name: str | Path, *, where: str, head: Head = Head.tokens, **fields: object
 ) -> NameDifferences:
     """Let transformers open the files of a model, and read nothing but their headers.
 
@@ -96,7 +97,7 @@ def read_names(
         auto_class: one of transformers'.
         name: the model's folder or Hub id.
         where: the key that names it, for messages.
-        scores: see `NameDifferences.of`.
+        head: see `NameDifferences.of`.
         fields: of `from_pretrained`.
 
     Raises:
@@ -114,7 +115,7 @@ def read_names(
             what = "transformers cannot put the weights in its files together: some are missing, or of other shapes"
             hint = "a file of every expert, and of every part of a weight that the model's class has whole"
             raise ConfigError(what, where=where, found=name, hint=hint) from error
-    return NameDifferences.of(about, model, scores=scores)
+    return NameDifferences.of(about, model, head=head)
 
 
 @contextmanager

@@ -29,6 +29,7 @@ _SHOWN = (
     ("eval_reward", "held-out", "{:.3f}"),
     ("eval_rewards/accuracies", "accuracy", "{:.1%}"),
     ("eval_accuracies", "accuracy", "{:.1%}"),
+    ("eval_recall_at_1", "recall@1", "{:.1%}"),
     ("eval_rewards/margins", "margin", "{:.3f}"),
     ("eval_margins", "margin", "{:.3f}"),
     ("expert_load_max", "most loaded", "{:.2f}"),

@@ -44,6 +44,8 @@ def _merge(trainer: Trainer, config: RunConfig, adapter: Path, folder: Path) -> 
             folder,
             base=base,
             config=copy.deepcopy(model.config),
-            generation=model.generation_config,
+            generation=getattr(model, "generation_config", None),
             tokenizer=trainer.processing_class,
+            head=config.task.name.traits.head,
+            write_more=trainer.options.write_more,
         )

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import logging
 import warnings
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, PreTrainedModel
 
 from hfdist.checkpoint.export import replace_model
 from hfdist.config.model import ModelConfig
+from hfdist.config.task import Head
+from hfdist.models.build import auto_class
 from hfdist.models.hub_client import reading_from_hub
 from hfdist.trainer.checkpointing.model_files import write_hub_files
 
@@ -23,16 +26,19 @@ def write_merged(
     *,
     base: ModelConfig,
     config: PreTrainedConfig,
-    generation: GenerationConfig,
+    generation: GenerationConfig | None,
     tokenizer: object,
+    head: Head = Head.tokens,
+    write_more: Callable[[Path], None] | None = None,
 ) -> bool:
     """Open the base as it is in its files, merge a PEFT folder, and write a Hub model of the base's type.
 
-    An older model in `folder` is replaced; `config`, `generation` and `tokenizer` are those of the trained model.
-    Gives whether PEFT can merge this adapter; otherwise nothing is written, and the log says why.
+    An older model in `folder` is replaced; `config`, `generation` and `tokenizer` are those of the trained model, which
+    ends in `head`. `write_more` adds files. Gives whether PEFT can merge this adapter; otherwise nothing is written,
+    and the log says why.
     """
     try:
-        merged = _open_merged(adapter, base, config)
+        merged = _open_merged(adapter, base, config, head)
     except (NotImplementedError, ValueError) as error:
         logger.warning("PEFT cannot merge %s: %s; PeftModel.from_pretrained(model, folder) opens it", adapter, error)
         return False
@@ -41,14 +47,17 @@ def write_merged(
 
     def write(unfinished: Path) -> None:
         merged.save_pretrained(unfinished)
-        merged.generation_config = generation
+        if generation is not None:
+            merged.generation_config = generation
         write_hub_files(merged, tokenizer, unfinished)
+        if write_more is not None:
+            write_more(unfinished)
 
     replace_model(folder, write)
     return True
 
 
-def _open_merged(adapter: Path, base: ModelConfig, config: PreTrainedConfig) -> PreTrainedModel:
+def _open_merged(adapter: Path, base: ModelConfig, config: PreTrainedConfig, head: Head) -> PreTrainedModel:
     from peft import PeftModel
     from peft.tuners.tuners_utils import BaseTunerLayer
 
@@ -56,7 +65,7 @@ def _open_merged(adapter: Path, base: ModelConfig, config: PreTrainedConfig) -> 
     with reading_from_hub("model.name", base.name):
         # As in the files: under ZeRO-3 the config has the type in which they were read.
         dtype = AutoConfig.from_pretrained(base.name, trust_remote_code=base.trust_remote_code).dtype
-        model = AutoModelForCausalLM.from_pretrained(
+        model = auto_class(head).from_pretrained(
             base.name,
             config=config,
             revision=base.revision,

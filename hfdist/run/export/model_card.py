@@ -18,7 +18,7 @@ from hfdist.config.composition.yaml_text import to_yaml_text
 from hfdist.config.data import SourceKind
 from hfdist.config.model import Init
 from hfdist.config.run import ExportConfig, RunConfig
-from hfdist.config.task import TaskConfig, TaskName
+from hfdist.config.task import Head, TaskConfig, TaskName
 from hfdist.data import PoolReport
 from hfdist.records import PACKAGES, RunFolder, RunRecord, find_versions, read_lines
 from hfdist.run.usage import describe_usage
@@ -62,12 +62,13 @@ def write_card(
 
 
 def _metadata(config: RunConfig, is_adapter: bool, record: RunRecord) -> ModelCardData:
+    head = config.task.name.traits.head
     base = _hub_id(config.model.name) if config.model.init is Init.pretrained else None
     datasets = [_hub_id(source.path) for source in config.data.sources.values() if source.kind is SourceKind.hub]
     return ModelCardData(
         base_model=base,
-        library_name="peft" if is_adapter else "transformers",
-        pipeline_tag="text-classification" if config.task.name.traits.scores else "text-generation",
+        library_name="peft" if is_adapter else _LIBRARIES.get(head, "transformers"),
+        pipeline_tag=_PIPELINES[head],
         tags=["hfdist"] if config.task.name.traits.is_of_next_tokens else ["hfdist", config.task.name.value],
         datasets=[name for name in datasets if name is not None] or None,
         # What is None is left out.
@@ -104,8 +105,8 @@ def _hub_id(name: str | None) -> str | None:
 
 def _describe_start(config: RunConfig, commit: str | None, is_adapter: bool) -> str:
     model = config.model
-    kind = "reward model" if config.task.name.traits.scores else "causal language model"
-    what = f"An adapter of a {kind}" if is_adapter else f"A {kind}"
+    kind = _KINDS[config.task.name.traits.head]
+    what = f"An adapter of {kind}" if is_adapter else kind[0].upper() + kind[1:]
     parts = " and ".join(part.value for part in config.adapter.target_parts or ())
     beside = f", by {config.adapter.type} beside its {parts}" if parts else ""
     if model.init is Init.random:
@@ -169,9 +170,19 @@ def public_values(value: object) -> Any:
     return re.sub(r"\w+://\S+", lambda found: redact(found[0]), value) if isinstance(value, str) else value
 
 
+_KINDS = {Head.tokens: "a causal language model", Head.score: "a reward model", Head.none: "an embedding model"}
+_PIPELINES = {
+    Head.tokens: "text-generation",
+    Head.score: "text-classification",
+    Head.none: "sentence-similarity",
+}
+_LIBRARIES = {Head.none: "sentence-transformers"}
+"""What opens the folder, where it is not transformers alone."""
 _FIGURES = (
     ("accuracy", ("rewards/accuracies", "accuracies"), "{:.1%}"),
     ("margin", ("rewards/margins", "margins"), "{:.4f}"),
+    ("recall@1", ("recall_at_1",), "{:.1%}"),
+    ("MRR", ("mrr",), "{:.4f}"),
     ("reward", ("reward",), "{:.4f}"),
     ("tokens of an answer", ("completion_tokens",), "{:.1f}"),
 )
@@ -188,6 +199,10 @@ def describe_task(task: TaskConfig) -> str:
         margin = f", margin {task.margin:g}" if task.margin else ""
         reference = "; the reference is the model that it began as" if name.traits.has_reference else ""
         words.append(f"Loss `{task.loss.value}`, beta {task.beta:g}{margin}{reference}.")
+    if name is TaskName.embed:
+        similarity = "cosine" if task.normalize else "product"
+        sizes = f" of the first {', '.join(map(str, task.matryoshka))} dimensions" if task.matryoshka else ""
+        words.append(f"Loss `{task.loss.value}`{sizes}, similarity {similarity}, pooling {task.pooling.value}.")
     if task.nll_weight:
         words.append(f"The loss of next tokens of the chosen answers is added with weight {task.nll_weight:g}.")
     if task.label_smoothing:

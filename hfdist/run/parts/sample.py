@@ -51,7 +51,7 @@ class SamplePart(Part):
 def held_out_example(run: RunState) -> Example | None:
     """Give the first held-out example of what the model has learned to answer; None: its data are plain text."""
     data = run.data
-    if run.config.task.name.traits.scores or data.held_out is None or not data.corpus.has_examples:
+    if not run.config.task.name.traits.writes_text or data.held_out is None or not data.corpus.has_examples:
         return None
     return next(iter(take_examples(data.held_out, 1)), None)
 

@@ -97,9 +97,11 @@ def _loss_before(log_history: Sequence[Mapping[str, float]]) -> float | None:
 
 def _find_figures(run: RunState) -> dict[str, Any]:
     """Give what the task measures beside the loss."""
-    # Of pairs, and of a reward model.
+    # Of pairs, of a reward model, and of embeddings.
     figures = {
         "accuracy": ("eval_rewards/accuracies", "eval_accuracies"),
+        "recall": ("eval_recall_at_1",),
+        "reciprocal_rank": ("eval_mrr",),
         "margin": ("eval_rewards/margins", "eval_margins"),
     }
     history, held_out, objective = run.trainer.state.log_history, run.data.held_out, run.objective

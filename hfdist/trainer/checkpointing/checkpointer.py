@@ -7,7 +7,7 @@ import logging
 import math
 import re
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -85,6 +85,8 @@ class SaveOptions:
     """Steps between replicas; None: none but with the saves."""
     save_in_background: bool = True
     """Whether training goes on from a copy in memory while a checkpoint is written."""
+    write_more: Callable[[Path], None] | None = None
+    """Adds files to each folder of the model, on rank 0; None: nothing is added."""
     islands: IslandsConfig | None = None
     """Settings of an island, which trains the model with others; None: it trains alone."""
 
@@ -341,6 +343,8 @@ class Checkpointer:
         # As in the original, that of the collator where the Trainer was given none.
         tokenizer = trainer.processing_class or getattr(trainer.data_collator, "tokenizer", None)
         write_model_files(self._training.model, tokenizer, folder)
+        if self._options.write_more is not None:
+            self._options.write_more(folder)
 
     def export(self, folder: Path) -> None:
         """Write a Hub folder with the weights as they are, or a PEFT folder of an adapter."""

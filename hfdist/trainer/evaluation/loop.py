@@ -35,6 +35,8 @@ _TOLD = (
     ("accuracies", "accuracy", "{:.1%}"),
     ("rewards/margins", "margin", "{:.4f}"),
     ("margins", "margin", "{:.4f}"),
+    ("recall_at_1", "recall@1", "{:.1%}"),
+    ("mrr", "MRR", "{:.4f}"),
 )
 """Figures that are told, if there are any: end of the name, words, format."""
 
@@ -98,14 +100,14 @@ class Evaluator:
         sums = torch.zeros((len(loaders), 2), dtype=torch.float64, device=training.args.device)
         is_labelled, num_rows = True, 0
         convention = self._weighted_loss.convention
+        if objective is not None:
+            objective.begin_evaluation(chain.from_iterable(loaders.values()), forward)
         if objective is not None and objective.evaluates_itself:
             losses = objective.evaluate(forward)
             self._num_rows = len(losses)
             rewarded = {f"{prefix}_loss": sum(losses) / max(len(losses), 1)} | objective.measure(prefix)
             self._tell(describe_figures(rewarded, prefix))
             return {**rewarded}
-        if objective is not None:
-            objective.begin_evaluation(chain.from_iterable(loaders.values()), forward)
         for own, loader in zip(sums, loaders.values(), strict=True):
             trainer.callback_handler.eval_dataloader = loader
             for batch in loader:

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -113,6 +114,9 @@ class Objective:
     def outer_state(self) -> OuterState | None:
         """Give what a checkpoint holds besides model and optimizer, once the training has begun; None: nothing."""
         return None
+
+    def write_files(self, folder: Path) -> None:
+        """Add to a folder of the model, on rank 0, what whoever opens it needs besides."""
 
     def prepare(self, batch: Batch) -> Batch:
         """Add to a batch, on the CPU, what the loss needs besides."""

@@ -232,7 +232,7 @@ def describe_step(run: PastRun, step: int, *, shows_all_text: bool) -> Iterator[
     if run.config.islands.shares > 1:
         what = "the ledger of an island does not tell its steps apart: lanes come and go"
         raise ConfigError(what, where="step (command line)", found=step, hint="the audit without step=")
-    documents = Documents(run.corpus, Encoders(run.tokenizer, data.chat), open_token_cache(data), data)
+    documents = Documents(run.corpus, Encoders.of(run.tokenizer, data), open_token_cache(data), data)
     num_before, batches = batches_of_steps(run.ledger, batch)
     first, last = num_before + 1, num_before + len(batches)
     if not first <= step <= last:

@@ -6,6 +6,7 @@ PAIRS = "tune task=dpo model=tiny data=pairs.jsonl"
 GRPO = "tune task=grpo model=tiny data=prompts.jsonl"
 REWARDED = f"{GRPO} 'data.columns={{completion: answer}}' 'task.rewards={{arithmetic: 1.0}}'"
 REWARD = "tune task=reward model=tiny data=pairs.jsonl"
+EMBED = "tune task=embed model=tiny data=functions.jsonl"
 DISTILL = "tune task=distill model=tiny data=chats.jsonl"
 MIXED = "pretrain data=mixture '+data.sources.a={path: texts.jsonl}' '+data.sources.b={path: texts.jsonl}'"
 WEIGHED = "pretrain data=mixture '+data.sources.a={path: texts.jsonl, weight: 1}'"
@@ -317,6 +318,11 @@ LINES = [
     f"{DISTILL} task.teacher=folder task.beta=0.2",
     f"{DISTILL} task.teacher=folder data.packing=best_fit strategy.context=2 {TWO}",
     f"{PAIRS} task.divergence_beta=0.5",
+    f"{PAIRS} data.texts.query_prompt=query",
+    f"{EMBED} task.loss=triplet",
+    f"{EMBED} task.margin=1",
+    f"{EMBED} task.matryoshka=[64,64]",
+    f"{EMBED} data.texts.max_tokens=5000",
     # islands
     "pretrain islands.count=2",
     "pretrain islands=diloco",

@@ -37,6 +37,7 @@ def make_files(folder):
     (folder / "texts.jsonl").write_text('{"text": "a text of some words"}\n' * 100)
     (folder / "chats.jsonl").write_text('{"messages": [{"role": "user", "content": "a"}]}\n' * 100)
     (folder / "pairs.jsonl").write_text('{"prompt": "a", "chosen": "b", "rejected": "c"}\n' * 100)
+    (folder / "functions.jsonl").write_text('{"query": "a", "positive": "b"}\n' * 100)
     (folder / "prompts.jsonl").write_text('{"prompt": "a", "answer": "1"}\n' * 100)
     for name in (
         "folder/model",

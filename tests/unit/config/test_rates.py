@@ -25,6 +25,7 @@ PRETRAINING = " (a rate for pretraining; a lower one forgets less of what the mo
         ("tune", ["task=reward"], 1e-4, " (as in TRL's RewardTrainer)"),
         ("tune", ["task=grpo", "task.rewards={arithmetic: 1}"], 1e-6, " (as in TRL's GRPOTrainer)"),
         ("tune", ["task=distill", "task.teacher=folder"], 2e-5, " (as in TRL's GKDTrainer)"),
+        ("tune", ["task=embed"], 5e-5, " (as in sentence-transformers's SentenceTransformerTrainer)"),
         # Those that are said win, of a file too.
         ("finetune", ["adapter=lora", "optimizer.lr=3e-5"], 3e-5, ""),
         ("finetune", ["optimizer=adamw"], 3e-4, ""),

@@ -31,6 +31,7 @@ def tune(*overrides):
         ("online_dpo", RowFormat.prompt_completion, Packing.none),
         ("causal_lm", RowFormat.auto, Packing.best_fit),
         ("distill", RowFormat.auto, Packing.best_fit),
+        ("embed", RowFormat.retrieval, Packing.best_fit),
     ],
 )
 def test_a_task_says_what_it_reads(task, row_format, packing):
@@ -57,6 +58,11 @@ REFUSED = {
     "task.reward_model": ("task=rloo", "task.rewards={reward_model: 1.0}"),
     "task.teacher": ("task=distill",),
     "task.divergence_beta": ("task=grpo", *REWARDED, "task.divergence_beta=0.5"),
+    "task.scale": ("task=dpo", "task.scale=10"),
+    "task.matryoshka": ("task=embed", "task.matryoshka=[8,8]"),
+    "data.texts.max_tokens": ("task=embed", "data.texts.max_tokens=2000"),
+    "data.texts.query_prompt": ("task=dpo", "data.texts.query_prompt=query"),
+    "report.sample_prompt": ("task=embed", "report.sample_prompt=a"),
     "task.top_k": ("task=distill", *TAUGHT, "task.top_k=5"),
     "task.trained_prompts": ("task=grpo", *REWARDED, "train.global_batch_size=8", "task.trained_prompts=9"),
     "task.ref_model_sync_steps": ("task=grpo", *REWARDED, "task.ref_model_sync_steps=2"),
@@ -96,6 +102,14 @@ def test_pairs_of_own_answers_are_compared_with_a_reference():
     with pytest.raises(ConfigError, match="would not count") as refused:
         tune("task=online_dpo", *REWARDED, "task.beta=0")
     assert refused.value.where == "task.beta"
+
+
+@pytest.mark.parametrize("words", [("task.loss=triplet",), ("task.margin=1",)])
+def test_only_triplets_have_a_margin_and_they_need_one(words):
+    with pytest.raises(ConfigError) as refused:
+        tune("task=embed", *words)
+    assert refused.value.where == "task.margin"
+    tune("task=embed", *words, refused.value.hint)
 
 
 def test_a_loss_of_another_task_names_its_option():

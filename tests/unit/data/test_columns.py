@@ -14,7 +14,7 @@ from hfdist.config.data import COLUMNS, RowFormat
 from hfdist.data.sources.base import ContentError
 from hfdist.data.sources.columns import Column, Kind, guess_columns
 from hfdist.data.sources.find import find_shards
-from hfdist.data.sources.formats import FORMS, FORMS_BY_NAME
+from hfdist.data.sources.formats import FORMS, FORMS_BY_NAME, OTHER_NAMES
 from hfdist.errors import ConfigError
 
 ROWS = [{"question": f"{n} + 1 =", "meta": {"answer": f"{n + 1}", "raw": f"{n} and {n + 1}"}} for n in range(3)]
@@ -203,7 +203,8 @@ def test_a_source_may_have_other_columns_than_the_default(tmp_path):
 def test_columns_of_the_formats_are_those_that_are_read():
     for kind, names in COLUMNS.items():
         if kind not in (RowFormat.text, RowFormat.auto):
-            assert set(names) == {*FORMS_BY_NAME[kind].needed, *FORMS_BY_NAME[kind].optional}
+            forms = [FORMS_BY_NAME[kind], *OTHER_NAMES.get(kind, ())]
+            assert set(names) == {name for form in forms for name in form.needed + form.optional}
     assert set(COLUMNS[RowFormat.auto]) == {"text", *(name for f in FORMS.values() for name in f.needed + f.optional)}
 
 

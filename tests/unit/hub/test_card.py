@@ -97,6 +97,17 @@ def test_a_student_names_its_teacher(card):
         assert words in text.text, words
 
 
+def test_an_embedding_model_says_how_texts_become_embeddings(card):
+    overrides = ["model.name=some/base", "data=some.jsonl", "task=embed", "task.matryoshka=[8,16]"]
+    lines = [{"step": 9, "eval_loss": 0.5, "eval_recall_at_1": 0.25, "eval_mrr": 0.4}]
+    text, _ = card(*overrides, primary="tune", lines=lines)
+    assert (text.data.library_name, text.data.pipeline_tag) == ("sentence-transformers", "sentence-similarity")
+    for words in ("An embedding model, fine-tuned from", "(arXiv 1705.00652)", "of the first 8, 16 dimensions",
+                  "similarity cosine, pooling last", "| | loss (mean of queries) | recall@1 | MRR |",
+                  "| held out, step 9 | 0.5000 | 25.0% | 0.4000 |"):  # fmt: skip
+        assert words in text.text, words
+
+
 def test_its_config_makes_the_same_run_again(card, tmp_path):
     card, config = card("model.name=some/base", "optimizer.lr=3e-4", "data.sources.docstrings.weight=2")
     text = card.text.partition("```yaml\n")[2].partition("```")[0]

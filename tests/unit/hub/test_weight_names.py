@@ -6,6 +6,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 from hfdist.config.composition.compose import compose_config
+from hfdist.config.task import Head
 from hfdist.errors import ConfigError
 from hfdist.models import TrainableParameters, build_model, check_weights, find_architecture
 from tests.unit.test_initialize import TINY
@@ -35,17 +36,17 @@ def compose(folder, *words):
     return compose_config(["model=hub", f"model.name={folder}", *words])
 
 
-def check(folder, *words, scores=False):
+def check(folder, *words, head=Head.tokens):
     config = compose(folder, *words)
-    architecture = find_architecture(config.model, sequence_length=16, scores=scores)
-    check_weights(config.model, architecture, TrainableParameters.of(config), scores=scores)
+    architecture = find_architecture(config.model, sequence_length=16, head=head)
+    check_weights(config.model, architecture, TrainableParameters.of(config), head=head)
 
 
-def build(folder, *words, scores=False):
+def build(folder, *words, head=Head.tokens):
     config = compose(folder, *words)
-    architecture = find_architecture(config.model, sequence_length=16, scores=scores)
+    architecture = find_architecture(config.model, sequence_length=16, head=head)
     trained = TrainableParameters.of(config)
-    return build_model(config.model, architecture, seed=config.train.seed, trained=trained, scores=scores)
+    return build_model(config.model, architecture, seed=config.train.seed, trained=trained, head=head)
 
 
 def refused(action, *args, **more):
@@ -102,11 +103,11 @@ def test_what_transformers_takes_is_taken(tmp_path):
 
 def test_a_layer_that_scores_is_new_and_the_head_goes(tmp_path):
     make(tmp_path, tie_word_embeddings=False)
-    check(tmp_path, scores=True)
-    first, second = (build(tmp_path, scores=True) for _ in range(2))
+    check(tmp_path, head=Head.score)
+    first, second = (build(tmp_path, head=Head.score) for _ in range(2))
     assert torch.equal(first.score.weight, second.score.weight)
     rename(tmp_path, lambda name: name.replace("model.norm", "model.nom"))
-    assert "missing: 1 (model.norm.weight)" in refused(check, tmp_path, scores=True)
+    assert "missing: 1 (model.norm.weight)" in refused(check, tmp_path, head=Head.score)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

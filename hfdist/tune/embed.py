@@ -1,0 +1,212 @@
+"""Embedding models: the loss compares each text with all texts of the global batch, whatever a micro batch holds.
+
+    pass 1, no gradients     texts of all micro batches and data ranks -> embeddings, gathered [texts, width]
+    the loss, on each rank   loss of each query; gradient of their sum by each embedding
+    pass 2, micro batches    gradient of (embedding x its gradient) by the weights: that of the loss, exactly
+
+So gradients add up over micro batches, data ranks and the stages of a pipeline as those of any other loss do (Gao et
+al., 2021, arXiv 2101.06983: cached gradients). It costs one forward more.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from hfdist.collectives import gather_json
+from hfdist.config.data import TextsConfig
+from hfdist.config.task import Pooling, TaskConfig, TaskLoss
+from hfdist.strategies.engine import Batch, Forward, TrainerHooks
+from hfdist.trainer.step.forwards import evaluating
+from hfdist.trainer.step.objective import Documents, Objective
+from hfdist.tune.embedding_folder import ending_texts, write_embedding_files
+from hfdist.tune.embedding_losses import (
+    NEGATIVE,
+    POSITIVE,
+    QUERY,
+    Texts,
+    first_dimensions,
+    losses_of,
+    places,
+    similarities,
+)
+
+GRADIENTS = "embedding_gradients"
+"""Key in a batch: the gradient of the sum of losses by each text's embedding; shape [rows, texts of a row, width]."""
+SHARES = "embedding_losses"
+"""Key in a batch: the loss of a text that is a query, else 0; shape [rows, texts of a row]."""
+
+
+class Places(NamedTuple):
+    """Where the texts of a batch stand, in the order of rows; each of shape [texts]."""
+
+    kinds: torch.Tensor
+    """QUERY, POSITIVE or NEGATIVE."""
+    documents: torch.Tensor
+    """Numbers of documents, as `Documents.of_token` has them."""
+    rows: torch.Tensor
+    last: torch.Tensor
+    """Place of the last token among those of all rows."""
+
+    @classmethod
+    def of(cls, batch: Batch) -> Places:
+        """Find them: targets of queries are plain, those of other texts are marked, and what fills up has none."""
+        documents = Documents.of(batch)
+        is_query, is_other = documents.num_chosen_targets > 0, documents.num_rejected_targets > 0
+        texts = (is_query | is_other).nonzero()[:, 0]
+        starts = documents.is_first.flatten().nonzero()[:, 0]
+        ends = torch.cat([starts[1:], starts.new_tensor([documents.is_first.numel()])]) - 1
+        kinds = torch.where(is_query[texts], QUERY, NEGATIVE)
+        kinds[1:][kinds[:-1] == QUERY] = POSITIVE
+        last = ends[texts]
+        return cls(kinds, texts, last // documents.is_first.shape[1], last)
+
+    def among_row(self) -> torch.Tensor:
+        """Give the number of each text within its row; shape [texts]."""
+        first = torch.searchsorted(self.rows, self.rows)
+        return torch.arange(len(self.rows), device=self.rows.device) - first
+
+
+class Embeddings(Objective):
+    """An embedding model. An item is a query; with `triplet` one that has a negative."""
+
+    names = ("recall_at_1", "mrr")
+    evaluates_itself = True
+
+    def __init__(self, task: TaskConfig, texts: TextsConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+        super().__init__()
+        self._task, self._texts = task, texts
+        self._tokenizer = ending_texts(tokenizer, texts)
+        self._held_out: list[float] = []
+        """The loss of each held-out query of the evaluation that is on."""
+
+    def write_files(self, folder: Path) -> None:
+        """Write what sentence-transformers needs."""
+        config = cast(PreTrainedModel, self._training.model).config
+        width = config.get_text_config().hidden_size
+        write_embedding_files(folder, self._tokenizer, width=width, task=self._task, texts=self._texts)
+
+    def count(self, batch: Batch) -> torch.Tensor:
+        """Count the queries that have a loss."""
+        return self._have_loss(Places.of(batch).kinds).sum()
+
+    def _have_loss(self, kinds: torch.Tensor) -> torch.Tensor:
+        """Whether each query has a loss; shape [queries]."""
+        queries = (kinds == QUERY).nonzero()[:, 0]
+        if self._task.loss is not TaskLoss.triplet:
+            return torch.ones_like(queries, dtype=torch.bool)
+        after = nn.functional.pad(kinds, (0, 2), value=QUERY)[queries + 2]
+        return after == NEGATIVE
+
+    def begin_step(self, batches: list[Batch], hooks: TrainerHooks) -> list[Batch]:
+        """Embed all texts of the step, and add to each batch what the loss is by its embeddings."""
+        found = [Places.of(batch) for batch in batches]
+        with evaluating(self._training, are_training=True) as forward:
+            embeddings, own = self._embed(batches, forward)
+        self._training.model.train()
+        texts = Texts(embeddings.requires_grad_(), self._gather_kinds(found))
+        with torch.enable_grad():
+            losses = losses_of(texts, self._task)
+            [gradients] = torch.autograd.grad(losses.sum(), embeddings)
+        self._note_places(texts)
+        shares = losses.new_zeros(len(embeddings)).masked_scatter(texts.kinds == QUERY, losses.detach())
+        if dist.is_initialized():
+            # Ranks that compute one loss together must have the same batch to the last bit.
+            dist.broadcast(gradients, src=0)
+            dist.broadcast(shares, src=0)
+        sizes = [len(one.kinds) for one in found]
+        parts = zip(batches, found, gradients[own].cpu().split(sizes), shares[own].cpu().split(sizes), strict=True)
+        return [
+            batch | {GRADIENTS: _by_rows(batch, place, of_texts), SHARES: _by_rows(batch, place, share)}
+            for batch, place, of_texts, share in parts
+        ]
+
+    def loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
+        """Give the sum of the losses of the queries; its gradient is that of the loss of the global batch."""
+        own = Places.of(batch)
+        at = own.rows, own.among_row()
+        product = (self._states(model, batch, own) * batch[GRADIENTS][at]).sum()
+        return batch[SHARES][at].sum() + (product - product.detach())
+
+    def begin_evaluation(self, batches: Iterable[Batch], forward: Forward) -> None:
+        """Embed all held-out texts: each query is compared with all of them."""
+        known = list(batches)
+        embeddings, _ = self._embed(known, forward)
+        texts = Texts(embeddings, self._gather_kinds([Places.of(batch) for batch in known]))
+        self._held_out = losses_of(texts, self._task)[self._have_loss(texts.kinds)].tolist()
+        self._note_places(texts)
+
+    def evaluate(self, forward: Forward) -> list[float]:
+        """Give the losses of held-out queries."""
+        return self._held_out
+
+    def _note_places(self, texts: Texts) -> None:
+        """Note where queries find their positives; all ranks note the same."""
+        whole = first_dimensions(texts, texts.embeddings.shape[1], self._task)
+        found = places(similarities(whole).detach())
+        figures = {"recall_at_1": (found == 1).float(), "mrr": 1 / found}
+        self._note(torch.ones_like(found, dtype=torch.bool), figures)
+
+    def _embed(self, batches: Sequence[Batch], forward: Forward) -> tuple[torch.Tensor, slice]:
+        """Give the embeddings of the texts of all data ranks, in their order, and which are this one's. A collective.
+
+        Each rank of a model replica gets them. Shape [texts, width], float32, on the device.
+        """
+        values: list[torch.Tensor] = []
+
+        def embed(model: nn.Module, part: Batch) -> torch.Tensor:
+            return self._states(model, part, Places.of(part))
+
+        for batch in batches:
+            values += forward(batch, embed)
+        own = torch.cat(values) if values else torch.empty(0, 0)
+        # Of each model replica one rank has them.
+        data_rank, device = self._training.strategy.topology.data_rank, self._training.args.device
+        known = {rank: shape for rank, shape in gather_json([data_rank, list(own.shape)]) if shape[1]}
+        counts = [known[rank][0] for rank in sorted(known)]
+        start = sum(counts[:data_rank])
+        whole = torch.zeros(sum(counts), known[data_rank][1], device=device)
+        mine = slice(start, start + counts[data_rank])
+        if values:
+            whole[mine] = own
+        if dist.is_initialized():
+            # A rank without them adds zeros, which is exact.
+            dist.all_reduce(whole)
+        return whole, mine
+
+    def _gather_kinds(self, found: Sequence[Places]) -> torch.Tensor:
+        """Give what the texts of all data ranks are, in their order; shape [texts], on the device. A collective."""
+        data_rank = self._training.strategy.topology.data_rank
+        own = torch.cat([one.kinds for one in found]).tolist() if found else []
+        kinds = dict(gather_json([data_rank, own]))
+        return torch.tensor([kind for rank in sorted(kinds) for kind in kinds[rank]], device=self._training.args.device)
+
+    def _states(self, model: nn.Module, batch: Batch, texts: Places) -> torch.Tensor:
+        """Run the model, and give the embedding of each text before it is normalized; [texts, width], float32."""
+        inputs: dict[str, Any] = {name: batch[name] for name in ("input_ids", "position_ids")}
+        states = model(**inputs, use_cache=False)[0].float()
+        flat = states.flatten(0, 1)
+        if self._task.pooling is Pooling.last:
+            return flat[texts.last]
+        documents = Documents.of(batch)
+        number = torch.full((flat.shape[0],), len(texts.last), device=flat.device)
+        number[texts.documents] = torch.arange(len(texts.last), device=flat.device)
+        # What fills up goes to a last one, which is left out.
+        of_token = number[documents.of_token.flatten()]
+        sums = flat.new_zeros(len(texts.last) + 1, flat.shape[1]).index_add(0, of_token, flat)
+        return (sums / torch.bincount(of_token, minlength=len(sums)).clamp(min=1)[:, None])[:-1]
+
+
+def _by_rows(batch: Batch, texts: Places, values: torch.Tensor) -> torch.Tensor:
+    """Put a value of each text of a batch at its row and its number there, 0 where a row has fewer texts."""
+    number = texts.among_row()
+    most = int(number.max()) + 1 if len(number) else 1
+    padded = values.new_zeros(len(batch["labels"]), most, *values.shape[1:])
+    padded[texts.rows, number] = values
+    return padded

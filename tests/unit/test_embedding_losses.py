@@ -1,0 +1,113 @@
+"""Losses of embeddings beside formulas written out, and places of positives among all documents."""
+
+import importlib.util
+import itertools
+
+import pytest
+import torch
+from torch.nn.functional import cosine_similarity
+
+from hfdist.config.task import TaskConfig, TaskLoss, TaskName
+from hfdist.tune.embedding_losses import (
+    LOSSES,
+    NEGATIVE,
+    POSITIVE,
+    QUERY,
+    Texts,
+    first_dimensions,
+    losses_of,
+    places,
+    similarities,
+)
+
+KINDS = [QUERY, POSITIVE, NEGATIVE, QUERY, POSITIVE, QUERY, POSITIVE, NEGATIVE, NEGATIVE]
+"""Three queries with one, no and two negatives."""
+Q, D, N = (0, 3, 5), (1, 4, 6), (2, 7, 8)
+OWN = {0: (2,), 1: (), 2: (7, 8)}
+
+
+def make(width=8):
+    embeddings = torch.randn(len(KINDS), width, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    return Texts(embeddings.requires_grad_(), torch.tensor(KINDS))
+
+
+def task(loss, **fields):
+    return TaskConfig(name=TaskName.embed, loss=TaskLoss[loss], **fields)
+
+
+def cross_entropy(scores, number):
+    return torch.logsumexp(torch.stack(scores), 0) - scores[number]
+
+
+def plainly(e, loss, scale=20.0, margin=0.0, normalized=True):
+    """The mean over queries, text by text."""
+    e = torch.stack([row / row.norm() for row in e]) if normalized else e
+    found = []
+    for number, query in enumerate(Q):
+        forward = cross_entropy([scale * e[query] @ e[d] for d in (*D, *N)], number)
+        if loss == "infonce":
+            found.append(forward)
+        elif loss == "infonce_both":
+            back = cross_entropy([scale * e[q] @ e[D[number]] for q in Q], number)
+            found.append((forward + back) / 2)
+        elif OWN[number]:
+            near = (e[query] - e[D[number]]).norm()
+            found.append(
+                sum((near - (e[query] - e[n]).norm() + margin).clamp(min=0) for n in OWN[number]) / len(OWN[number])
+            )
+    return sum(found)
+
+
+def test_every_loss_of_a_task_has_its_formula():
+    assert set(LOSSES) == set(TaskName.embed.traits.losses)
+
+
+@pytest.mark.parametrize("normalize", [True, False])
+@pytest.mark.parametrize(
+    ("loss", "fields"), [("infonce", {}), ("infonce_both", {"scale": 3.0}), ("triplet", {"margin": 2.5})]
+)
+def test_values_and_gradients_are_those_of_the_formula(loss, fields, normalize):
+    texts = make()
+    ours = losses_of(texts, task(loss, normalize=normalize, **fields)).sum()
+    wanted = plainly(texts.embeddings, loss, normalized=normalize, **fields)
+    assert ours.item() == pytest.approx(wanted.item(), rel=1e-12)
+    (own,), (other,) = (torch.autograd.grad(value, texts.embeddings) for value in (ours, wanted))
+    assert torch.allclose(own, other, rtol=1e-10, atol=1e-12)
+
+
+def test_matryoshka_adds_the_losses_of_the_first_dimensions():
+    texts = make()
+    parts = [plainly(texts.embeddings[:, :size], "infonce") for size in (2, 8)]
+    assert losses_of(texts, task("infonce", matryoshka=[2, 8])).sum().item() == pytest.approx(sum(parts).item())
+
+
+def test_a_step_without_queries_has_no_loss():
+    texts = Texts(torch.zeros(0, 4, requires_grad=True), torch.zeros(0, dtype=torch.long))
+    for loss in LOSSES:
+        assert losses_of(texts, task(loss.value)).shape == (0,)
+    assert places(similarities(texts)).shape == (0,)
+
+
+def test_places_count_what_is_nearer_and_what_is_as_near():
+    corners = torch.tensor([[1.0, 0.0], [0.8, 0.6], [0.0, 1.0], [0.0, 1.0], [1.0, 0.0]])
+    texts = Texts(corners, torch.tensor([QUERY, POSITIVE, QUERY, POSITIVE, NEGATIVE]))
+    assert places(similarities(texts)).tolist() == [2, 1]
+    same = Texts(torch.ones(5, 2), texts.kinds)
+    assert places(similarities(first_dimensions(same, 2, task("infonce")))).tolist() == [3, 3]
+
+
+@pytest.mark.skipif(importlib.util.find_spec("sentence_transformers") is None, reason="sentence-transformers is asked")
+@pytest.mark.parametrize(("loss", "kind"), [("infonce", "MultipleNegativesRankingLoss"), ("infonce_both", "Multiple"
+                                            "NegativesSymmetricRankingLoss")])  # fmt: skip
+def test_sentence_transformers_has_the_same(loss, kind):
+    from sentence_transformers.sentence_transformer import losses
+
+    generator = torch.Generator().manual_seed(0)
+    columns = [torch.randn(4, 8, generator=generator) for _ in range(3)]
+    theirs = getattr(losses, kind)(torch.nn.Identity()).compute_loss_from_embeddings(columns, torch.zeros(4))
+    embeddings = torch.stack(list(itertools.chain.from_iterable(zip(*columns, strict=True))))
+    ours = losses_of(Texts(embeddings, torch.tensor([QUERY, POSITIVE, NEGATIVE] * 4)), task(loss))
+    assert ours.mean().item() == pytest.approx(theirs.item(), rel=1e-6)
+    assert torch.allclose(cosine_similarity(columns[0], columns[1]), similarities(
+        first_dimensions(Texts(embeddings, torch.tensor([QUERY, POSITIVE, NEGATIVE] * 4)), 8, task(loss))
+    ).diagonal())  # fmt: skip
