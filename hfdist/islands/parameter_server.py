@@ -251,7 +251,7 @@ class ParameterServer:
         self._do(lambda: self._step_with(targets, lr, give, told))
 
     async def _step_with(
-        self, targets: Mapping[Island, float], lr: float, give: Mapping[str, object], told: Mapping[str, object]
+        self, targets: Mapping[Island, float], lr: float, give: dict[str, object], told: dict[str, object]
     ) -> None:
         """Step with what is finite of the pushes of islands, weighted by their targets, and give weights.
 
