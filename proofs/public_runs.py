@@ -1,7 +1,7 @@
 """Plans of runs that others published, each in the layout that it had: `python -m proofs.public_runs docs/plan.md`.
 
 Time and memory are those of the search's formulas, which need a few CPU seconds a model and no network. Where hfdist
-lacks a part of a layout, the row names it in place of a ratio, and what is planned is the nearest layout that there is.
+lacks a part of a layout, the row names it, and what is planned is the nearest layout that there is.
 Sequence parallelism in compiled blocks is the exception: formulas tell what it would give, and such a row says so.
 """
 
@@ -217,7 +217,7 @@ def _row(one: Planned) -> list[str]:
         return [*first, "", "", short(run.tokens_per_second), "", run.lacks or "refused"]
     layout = found.layout
     words = f"{layout.describe().partition(': ')[2] or 'one process'}; {layout.sharding.value}"
-    told = f"lacks {run.lacks}" if run.lacks else f"{one.ratio:.2f}"
+    told = f"{one.ratio:.2f}" + (f", lacks {run.lacks}" if run.lacks else "")
     told += ", with divided sequences" if run.divides_sequences else ""
     speed = f"{short(one.tokens_per_second)}, MFU {share(found.mfu or 0)}"
     return [*first, words, size(found.memory.use.total), short(run.tokens_per_second), speed, told]

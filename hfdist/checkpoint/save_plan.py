@@ -16,8 +16,10 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from huggingface_hub import split_state_dict_into_shards_factory
+from numpy.typing import NDArray
 
 from hfdist.checkpoint import safetensors_io
 from hfdist.checkpoint.columns import WINDOW_BYTES, ColumnTransfer
@@ -26,7 +28,7 @@ from hfdist.checkpoint.hub_pieces import hub_pieces
 from hfdist.checkpoint.piece import NUMBER, STEP, WEIGHT, Piece, is_number, view_rows
 from hfdist.checkpoint.regions import Column, Region, Segment, assign_writers
 from hfdist.checkpoint.safetensors_io import DTYPE_NAMES, DTYPES, FilePlan, TensorId, TensorSpec
-from hfdist.collectives import on_all_ranks, rank
+from hfdist.collectives import gather_json, on_all_ranks, rank
 from hfdist.errors import CheckpointError, NumericsError
 from hfdist.models.names.hub_names import HubNames
 
@@ -96,6 +98,8 @@ class SavePlan:
     """The columns that this rank gives or gets; `rows` are places among the items."""
     numbers: list[TensorId]
     """All numbers of the optimizer that any rank holds: they are in no file."""
+    writers: NDArray[np.bool_]
+    """Whether a rank writes into a file; shape [ranks, files]."""
 
     @property
     def header_bytes(self) -> int:
@@ -181,7 +185,15 @@ class Planner:
         # In one order on all ranks: that of the files.
         writes = sorted((_place(segment, places), writer, segment) for writer, segment in assign_writers(segments))
         items, sources, transfers = _split_writes(writes, files, _Sources(held), trained)
-        return SavePlan(files=files, index=index, items=items, sources=sources, transfers=transfers, numbers=numbers)
+        return SavePlan(
+            files=files,
+            index=index,
+            items=items,
+            sources=sources,
+            transfers=transfers,
+            numbers=numbers,
+            writers=_find_writers(files, items),
+        )
 
     def _plan_files(
         self, specs: Iterable[TensorSpec]
@@ -211,6 +223,15 @@ class Planner:
             return files, None, places
         total_parameters = {} if self._names is None else {"total_parameters": self._names.num_parameters}
         return files, {"metadata": total_parameters | split.metadata, "weight_map": split.tensor_to_filename}, places
+
+
+def _find_writers(files: Iterable[str], items: Iterable[WriteItem]) -> NDArray[np.bool_]:
+    """Find which rank writes into which file. A collective: a bit for each file."""
+    written = {item.file for item in items}
+    bits = np.array([file in written for file in files], dtype=bool)
+    told = [bytes.fromhex(text) for text in gather_json(np.packbits(bits).tobytes().hex())]
+    packed = np.stack([np.frombuffer(one, dtype=np.uint8) for one in told])
+    return np.unpackbits(packed, axis=1, count=len(bits)).astype(bool)
 
 
 def _place(segment: Segment, places: Mapping[TensorId, tuple[str, int]]) -> tuple[str, int]:

@@ -12,6 +12,7 @@ from itertools import chain, groupby
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import xxhash
 
@@ -158,9 +159,18 @@ def _lay_out(unfinished: Path, contents: Contents, memories: Memories) -> list[P
 
 
 def _laid_out(plan: SavePlan, memories: Memories) -> list[str]:
-    """List the files that this rank makes."""
+    """List the files that this rank makes: each one in turn, or the next rank that writes into the file.
+
+    A file is then synced once by each of its writers, and by no other rank.
+    """
     makers = memories.ranks(memories.own)
-    return list(plan.files)[makers.index(rank()) :: len(makers)]
+    found = []
+    for place, name in enumerate(plan.files):
+        turn = place % len(makers)
+        next_one = int(np.roll(plan.writers[makers, place], -turn).argmax())
+        if makers[(turn + next_one) % len(makers)] == rank():
+            found.append(name)
+    return found
 
 
 def _write_own(
@@ -168,7 +178,7 @@ def _write_own(
 ) -> list[Part]:
     """Write this rank's share; give the hashes of the files that it alone has written, that of its hashes last."""
     parts = _write_shard(unfinished, contents.plan.items, elements)
-    # Afterwards: meanwhile the disk has had something to do. What this rank has only laid out has its headers.
+    # Afterwards: meanwhile the disk has had something to do. A file that it has laid out may have its header alone.
     for file in dict.fromkeys([*(part.file for part in parts), *laid_out]):
         with _named(unfinished / file):
             sync(unfinished / file)

@@ -34,6 +34,9 @@ class OuterRule(Enum):
 SCALED_NUMBERS = 256
 """Numbers of int8 and fp4 that share a float32 scale."""
 
+CUT_ELEMENTS = 2**22
+"""The most elements of a tensor that a shard of a parameter server has as one: 16 MiB. A larger tensor is cut."""
+
 
 class Codec(Enum):
     """How numbers travel between islands."""
@@ -117,7 +120,7 @@ class IslandsConfig:
     0: all push, then there is one step with the mean of all.
     """
     server_shards: int = limited(1, at_least=1)
-    """parameter_server: processes that share out the tensors; each steps its own.
+    """parameter_server: processes that share out the tensors, cut into parts; each steps its own.
 
     The first is `hfdist serve`, each other one `hfdist serve of=HOST:PORT`.
     """

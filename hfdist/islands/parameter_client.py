@@ -5,7 +5,6 @@ What the server's optimizer keeps is fetched for checkpoints, under the names th
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -17,10 +16,11 @@ from hfdist.checkpoint.piece import MASTER, STEP, TRAINED, WEIGHT, Piece
 from hfdist.collectives import gather_json, rank
 from hfdist.config.islands import IslandsConfig
 from hfdist.config.optimizer import OptimizerConfig
-from hfdist.errors import ConfigError, PeerError
+from hfdist.errors import PeerError
 from hfdist.islands.codec import encode
+from hfdist.islands.cuts import cut, cut_values, share_out_parts
 from hfdist.islands.member import make_member
-from hfdist.islands.owned_pieces import OwnedPieces, join, place_of, share_out, to_host
+from hfdist.islands.owned_pieces import OwnedPieces, join, place_of, to_host
 from hfdist.islands.parameter_store import find_slots
 from hfdist.islands.shard_members import ShardMembers
 from hfdist.messages.message import Message
@@ -79,9 +79,10 @@ class ParameterClient:
         own = self._owned.own()
         self._kept = {key: [torch.zeros(piece.view.numel()) for piece in own] for key in self._slots.tensors}
         """What the server's optimizer keeps of each own piece, by slot, as the last answer or a checkpoint has it."""
-        self._sizes = [piece.view.numel() for piece in own]
-        self._places = _share_out(own, config.server_shards)
-        """Places in `own` of what each shard of the server has."""
+        self._kept_parts = [cut_values(own, values) for values in self._kept.values()]
+        """Views of `_kept`, by slot."""
+        self._places = share_out_parts(cut(own), config.server_shards)
+        """Places, among the parts of own pieces, of what each shard of the server has."""
         self._members: ShardMembers | None = None
         """The connections to the server; None before and after a training."""
         self._figures: dict[str, float] = {}
@@ -134,8 +135,8 @@ class ParameterClient:
             None; or, if the connection had ended, what `connect` gives.
         """
         begin = time.monotonic()
-        # Tensor by tensor: what one travels as has nothing to do with what is beside it.
-        coded = [encode(self._config.codec, to_host(piece.view)) for piece in self._owned.own_state(_GRADIENT)]
+        # Part by part: what one travels as has nothing to do with what is beside it.
+        coded = [encode(self._config.codec, to_host(part.view)) for part in cut(self._owned.own_state(_GRADIENT))]
         contents = [b"".join(coded[place] for place in places) for places in self._places]
         # A step that was skipped counts nothing; one rank's parameters may have no part in a step.
         has_taken = any(gather_json(recorder.has_taken))
@@ -185,8 +186,8 @@ class ParameterClient:
         assert self._members is not None
         for _ in range(_MOST_CONNECTIONS):
             self._members.connect()
-            own = self._owned.own()
-            kept = [[to_host(piece.view) for piece in own], *self._kept.values()]
+            own = cut(self._owned.own())
+            kept = [[to_host(part.view) for part in own], *self._kept_parts]
             contents = [
                 join(row[place] for row in kept for place in places).numpy().tobytes() for places in self._places
             ]
@@ -212,29 +213,15 @@ class ParameterClient:
         return self._members.ask([first, *others], contents)
 
     def _take(self, answers: Sequence[Message], *, with_slots: bool) -> None:
-        weights = [torch.empty(0) for _ in self._sizes]
+        own = self._owned.own()
+        weights = [torch.empty(piece.view.numel()) for piece in own]
+        taken = [cut_values(own, weights), *(self._kept_parts if with_slots else [])]
         for answer, places in zip(answers, self._places, strict=True):
             content = answer.get("payload", b"")
             values = torch.frombuffer(bytearray(content), dtype=torch.float32) if content else torch.empty(0)
-            sizes = [self._sizes[place] for place in places]
-            rows = values.view(1 + (len(self._slots.tensors) if with_slots else 0), -1).split(sizes, 1)
-            for place, row in zip(places, rows if places else (), strict=True):
-                weights[place] = row[0]
-                for kept, value in zip(self._kept.values(), row[1:], strict=False):
-                    kept[place].copy_(value)
+            sizes = [taken[0][place].numel() for place in places]
+            for of_slot, row in zip(taken, values.view(len(taken), -1), strict=True):
+                for place, value in zip(places, row.split(sizes) if places else (), strict=True):
+                    of_slot[place].copy_(value)
         self._updates.fill_(int(answers[0]["weights"]))
         self._owned.spread(weights)
-
-
-def _share_out(own: Sequence[Piece], num_shards: int) -> list[list[int]]:
-    """Give the places in `own` of what each shard has: whole tensors, alike on all ranks. A collective."""
-    if num_shards == 1:
-        return [list(range(len(own)))]
-    told = gather_json({piece.name: math.prod(piece.shape) for piece in own})
-    sizes = {name: size for of_rank in told for name, size in of_rank.items()}
-    names = sorted(sizes)
-    if len(names) < num_shards:
-        what, allowed = "the server has more shards than there are trained tensors", f"1 to {len(names)}"
-        raise ConfigError(what, where="islands.server_shards", found=num_shards, allowed=allowed)
-    shard_of = dict(zip(names, share_out([sizes[name] for name in names], num_shards), strict=True))
-    return [[place for place, piece in enumerate(own) if shard_of[piece.name] == shard] for shard in range(num_shards)]

@@ -192,9 +192,7 @@ class ParameterServer:
         if not worker.has_all(worker.pushed):
             return
         worker.step, worker.waits = worker.next_step, True
-        if self._staleness != 0:
-            self._update([worker])
-        self._go_on()
+        self._go_on([] if self._staleness == 0 else [worker])
 
     def _begin_or_admit(self, worker: _Worker) -> None:
         if self._layout is not None:
@@ -225,50 +223,56 @@ class ParameterServer:
 
     # ---- who waits for whom ----
 
-    def _go_on(self) -> None:
-        """Step if all have pushed, and give weights to those that need not wait any more."""
+    def _go_on(self, pushed: Sequence[_Worker] = ()) -> None:
+        """Step, if there is what to step with, and give weights to those that need not wait any more."""
         training = [worker for worker in self._workers.values() if worker.trains]
         waiting = [worker for worker in training if worker.waits]
         if self._staleness == 0:
-            if len(waiting) == len(training) > 0:
-                self._update(training)
-                self._release(training)
-            return
-        slowest = min((worker.step for worker in training), default=0)
-        ready = [one for one in waiting if self._staleness is None or one.step <= slowest + self._staleness]
-        self._release(ready)
-
-    def _release(self, workers: Sequence[_Worker]) -> None:
-        for worker in workers:
+            pushed = ready = training if len(waiting) == len(training) else []
+        else:
+            slowest = min((worker.step for worker in training), default=0)
+            ready = [one for one in waiting if self._staleness is None or one.step <= slowest + self._staleness]
+        for worker in ready:
             worker.waits = False
-        self._answer(workers, with_slots=False)
+        if pushed:
+            self._update(pushed, ready)
+        else:
+            self._answer(ready, with_slots=False)
 
     # ---- the shards, one call after another, beside the beats ----
 
-    def _update(self, workers: Sequence[_Worker]) -> None:
+    def _update(self, workers: Sequence[_Worker], ready: Sequence[_Worker]) -> None:
         # In one order, so that the same sums are made whoever has connected first.
         targets = {one.island: one.targets for one in sorted(workers, key=lambda worker: worker.island.index)}
         lr = self._rate_at(max(worker.step for worker in workers) - 1)
         for worker in workers:
             worker.pushed = set()
-        self._do(lambda: self._step_with(targets, lr))
+        give, told = _give(ready), self._told
+        self._do(lambda: self._step_with(targets, lr, give, told))
 
-    async def _step_with(self, targets: Mapping[Island, float], lr: float) -> None:
-        """Step with what is finite of the pushes of islands, weighted by their targets."""
-        answers = await self._ask({"take": [island.ticket for island in targets]})
+    async def _step_with(
+        self, targets: Mapping[Island, float], lr: float, give: dict[str, object], told: dict[str, object]
+    ) -> None:
+        """Step with what is finite of the pushes of islands, weighted by their targets, and give weights.
+
+        A shard is asked twice: what it has taken must be known of all, and the norm. It is asked a third time only if
+        something is not finite.
+        """
+        answers = await self._ask({"take": _shares(targets)})
         finite = [all(of_shards) for of_shards in zip(*(answer.list("finite") for answer in answers), strict=True)]
-        good = {one: number for (one, number), ok in zip(targets.items(), finite, strict=True) if ok or number == 0}
-        total = sum(good.values())
-        if total > 0:
-            weights = {island.ticket: number / total for island, number in good.items() if number > 0}
-            norms = [norm for answer in await self._ask({"add": weights}) for norm in answer.list("norms")]
-            # The sum is the same in any order, and so for any number of shards.
-            norm = math.sqrt(math.fsum(norm**2 for norm in norms))
+        good = {island: number for (island, number), ok in zip(targets.items(), finite, strict=True) if ok}
+        if len(good) < len(targets):
+            answers = await self._ask({"add": _shares(good)})
+        # The sum is exact, and so the same for any number of shards.
+        norm = math.sqrt(math.fsum(part for answer in answers for part in answer.list("squares")))
+        step: dict[str, object] = {}
+        if sum(good.values()) > 0:
             if math.isfinite(norm):
                 # As torch.nn.utils.clip_grad_norm_.
-                await self._ask({"step": min(1.0, self._max_norm / (norm + 1e-6)), "lr": lr})
+                step = {"step": min(1.0, self._max_norm / (norm + 1e-6)), "lr": lr}
             else:
                 self._say("a step is left out: the sum of what islands have pushed is not finite")
+        await self._ask(step | give, of_first={"told": told})
         for island in targets:
             if self._islands.get(island.index) is not island:
                 # It has left meanwhile: who comes back under its index begins anew.
@@ -283,9 +287,13 @@ class ParameterServer:
 
     def _answer(self, workers: Sequence[_Worker], *, with_slots: bool) -> None:
         if workers:
-            give = {"give": [worker.island.ticket for worker in workers], "with_slots": with_slots}
-            told = {"step": self._step, "state": self._state}
-            self._do(lambda: self._ask(give | {"told": {}}, of_first={"told": told}))
+            give, told = _give(workers, with_slots=with_slots), self._told
+            self._do(lambda: self._ask(give, of_first={"told": told}))
+
+    @property
+    def _told(self) -> dict[str, object]:
+        """What who gets weights of the first shard is told besides."""
+        return {"step": self._step, "state": self._state}
 
     def _drop(self, ticket: str) -> None:
         self._do(lambda: self._ask({"drop": ticket}))
@@ -326,3 +334,14 @@ class ParameterServer:
         for island in self._islands.values():
             if island.ticket == ticket:
                 island.connections[rank].send(message, payload)
+
+
+def _give(workers: Sequence[_Worker], *, with_slots: bool = False) -> dict[str, object]:
+    """Say to a shard who gets weights."""
+    return {"give": [worker.island.ticket for worker in workers], "told": {}, "with_slots": with_slots}
+
+
+def _shares(targets: Mapping[Island, float]) -> dict[str, float]:
+    """Give the share of each island in a step, by its ticket."""
+    total = sum(targets.values())
+    return {island.ticket: number / total if total > 0 else 0.0 for island, number in targets.items()}

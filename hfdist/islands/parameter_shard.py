@@ -113,13 +113,16 @@ class ParameterShard:
             case "begin":
                 self._begin(self._brought[command.text("begin")], command.integer("updates"))
             case "take":
-                return {"finite": self._take(command.list("take"))}
+                weights = command.mapping("take")
+                self._taken = {ticket: self._take(ticket) for ticket in weights}
+                return self._add(weights)
             case "add":
-                return {"norms": self._add(command.mapping("add"))}
+                return self._add(command.mapping("add"))
             case "step":
                 self._stored.step(command.number("step"), command.number("lr"))
+                self._give(command)
             case "give":
-                self._give(command.list("give"), command.mapping("told"), with_slots=command.flag("with_slots"))
+                self._give(command)
             case "drop":
                 self._brought.pop(command.text("drop"), None)
             case other:
@@ -136,24 +139,22 @@ class ParameterShard:
         for brought in list(self._brought.values()):
             brought.contents = {}
 
-    def _take(self, tickets: list[str]) -> list[bool]:
-        """Take what islands have pushed, for the next step; which of it is finite."""
-        self._taken = {}
-        for ticket in tickets:
-            self._taken[ticket], self._brought[ticket].pushes = self._brought[ticket].pushes, {}
-        return [
-            all(is_finite(tensor) for rank, push in pushes.items() for tensor in self._decode(rank, push))
-            for pushes in self._taken.values()
-        ]
+    def _take(self, ticket: str) -> dict[int, bytes]:
+        pushes, self._brought[ticket].pushes = self._brought[ticket].pushes, {}
+        return pushes
 
-    def _add(self, weights: Message) -> list[float]:
-        """Add up gradients with these weights, by ticket, in this order; give the norm of each tensor."""
+    def _add(self, weights: Message) -> dict[str, object]:
+        """Add up with these weights, by ticket, in this order, what was taken; say what is finite, and the squares."""
         self._stored.begin_step()
+        finite = []
         for ticket in weights:
-            for rank, push in self._taken[ticket].items():
-                self._stored.add(rank, list(self._decode(rank, push)), weights.number(ticket))
-        self._taken = {}
-        return self._stored.norms()
+            weight, is_good = weights.number(ticket), True
+            for rank, push in self._taken[ticket].items() if weight > 0 else ():
+                gradients = list(self._decode(rank, push))
+                is_good = is_good and all(map(is_finite, gradients))
+                self._stored.add(rank, gradients, weight)
+            finite.append(is_good)
+        return {"finite": finite, "squares": self._stored.squares()}
 
     def _decode(self, rank: int, push: bytes) -> Iterable[torch.Tensor]:
         start = 0
@@ -162,9 +163,12 @@ class ParameterShard:
             yield decode(self._codec, push[start:end], segment.num_elements)
             start = end
 
-    def _give(self, tickets: list[str], told: Message, *, with_slots: bool) -> None:
-        for rank in self._stored.segments:
-            content = self._stored.content(rank, with_slots=with_slots)
+    def _give(self, command: Message) -> None:
+        """Give weights to the islands with these tickets; what was taken is used."""
+        self._taken = {}
+        tickets, told = command.list("give"), command.mapping("told")
+        for rank in self._stored.segments if tickets else ():
+            content = self._stored.content(rank, with_slots=command.flag("with_slots"))
             for ticket in tickets:
                 self._send(ticket, rank, {"weights": self._stored.updates, **told}, content)
 

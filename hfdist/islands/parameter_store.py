@@ -1,12 +1,12 @@
 """Weights and optimizer of a parameter server, in float32 on the CPU, as the ranks of an island exchange them.
 
-All is computed tensor by tensor, so that a tensor comes to the same bits whichever others are beside it.
+All is computed segment by segment, so that one comes to the same bits whichever others are beside it.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -93,8 +93,8 @@ class ParameterStore:
         }
         """Weights and slots by rank, of shape [weights and slots, elements]."""
         self._parameters: dict[int, list[nn.Parameter]] = {}
-        self._counted: list[tuple[str, nn.Parameter]] = []
-        """Each element of the model once, with its tensor's name: tensor ranks hold some of them alike."""
+        self._counted: list[nn.Parameter] = []
+        """Each element of the model once: tensor ranks hold some of them alike."""
         states, known = {}, set()
         for rank, own in self.segments.items():
             sizes = [segment.num_elements for segment in own]
@@ -108,7 +108,7 @@ class ParameterStore:
                     states[parameter][STEP] = torch.tensor(float(updates))
                 if segment not in known:
                     known.add(segment)
-                    self._counted.append((segment.name, parameter))
+                    self._counted.append(parameter)
         kind, settings = find_optimizer(optimizer, warmup_steps=0)
         # As the Trainer has it: weight decay on matrices only.
         groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}
@@ -144,14 +144,13 @@ class ParameterStore:
                 parameter.grad = torch.zeros_like(parameter)
             parameter.grad.add_(gradient, alpha=weight)
 
-    def norms(self) -> list[float]:
-        """Give the norm of the gradient of each tensor: of thousands of ranks the norms of all parts fill no line."""
-        norms: dict[str, list[float]] = {}
-        for name, parameter in self._counted:
-            if parameter.grad is not None:
-                norm = torch.linalg.vector_norm(parameter.grad, dtype=torch.float64)
-                norms.setdefault(name, []).append(float(norm))
-        return [math.sqrt(math.fsum(norm**2 for norm in of_parts)) for of_parts in norms.values()]
+    def squares(self) -> list[float]:
+        """Give the sum of the squares of the gradients, as `exact_sum` does."""
+        return exact_sum(
+            float(torch.linalg.vector_norm(parameter.grad, dtype=torch.float64)) ** 2
+            for parameter in self._counted
+            if parameter.grad is not None
+        )
 
     @torch.no_grad()
     def step(self, scale: float, lr: float) -> None:
@@ -175,3 +174,18 @@ class ParameterStore:
         """Give the weights of a rank, and what the optimizer keeps of them."""
         values = self._values[rank]
         return (values if with_slots else values[0]).numpy().tobytes()
+
+
+def exact_sum(numbers: Iterable[float]) -> list[float]:
+    """Give a few numbers whose sum is exactly that of all: the rounded sum, what it lacks, and so on.
+
+    So sums of parts can be added up without an error, whatever the parts are (Shewchuk 1997). Where something is not
+    finite, infinity alone is given.
+    """
+    left, found = list(numbers), list[float]()
+    if not all(map(math.isfinite, left)):
+        return [math.inf]
+    while part := math.fsum(left):
+        found.append(part)
+        left.append(-part)
+    return found

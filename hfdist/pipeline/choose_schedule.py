@@ -32,8 +32,6 @@ _WAYS = (
 """Schedules and their stages a rank: those first that send less and split fewer backwards."""
 _WORTH = 0.98
 """A schedule is taken in place of one before it if it takes at most this share of its time: less is noise."""
-_STATE_BYTES = 16.0
-"""Bytes of a parameter: itself, its gradient and two moments in float32; layouts that shard them need less."""
 _USABLE = 0.9
 """Share of the memory that is counted on: what blocks are timed with is not all that a step takes."""
 
@@ -72,6 +70,7 @@ def choose_schedule(
     num_ranks: int,
     num_microbatches: int,
     usable_bytes: float,
+    state_bytes: float,
     splits_backward: bool,
 ) -> Choice:
     """Choose, with equal arguments alike on all ranks.
@@ -83,6 +82,7 @@ def choose_schedule(
         num_ranks: ranks of the pipeline.
         num_microbatches: micro batches of a step.
         usable_bytes: memory of a rank; where no schedule fits in it, the one that needs least is taken.
+        state_bytes: of a parameter of a stage on one rank: its share of itself, its gradient and the optimizer's state.
         splits_backward: whether the run splits backwards where a schedule says so; see `Stage`.
     """
     found: list[Choice] = []
@@ -97,7 +97,7 @@ def choose_schedule(
         for rank, part in zip(ranks, of_stages, strict=True):
             seconds[rank].append(StageSeconds(part.forward, part.backward, part.input_half, part.weight_half))
         step = partial(simulate, schedule, seconds, splits_backward=splits_backward)
-        held = [_STATE_BYTES * parameters.of_blocks(run) for run in stages]
+        held = [state_bytes * parameters.of_blocks(run) for run in stages]
         kept = [part.kept_bytes for part in of_stages]
         memory = partial(_most_held, schedule, ranks, held, kept)
         whole, most_bytes = (_of_step(figure, num_ranks, num_microbatches) for figure in (step, memory))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from hfdist.config.islands import IslandMethod, IslandsConfig
+from hfdist.config.islands import CUT_ELEMENTS, IslandMethod, IslandsConfig
 from hfdist.strategies.traffic import StepSizes
 
 
@@ -54,14 +54,14 @@ def island_traffic(config: IslandsConfig, num_elements: int, largest: int = 0) -
     Args:
         config: `islands.*`.
         num_elements: see `exchanged_elements`.
-        largest: elements of the largest tensor, which one shard of a server has whole.
+        largest: elements of the largest tensor; of more than CUT_ELEMENTS a shard of a server has parts.
     """
     if not config.is_used:
         return None
     coded = config.codec.num_bytes(num_elements)
     if config.method is IslandMethod.parameter_server:
-        # The largest tensors are shared out first, so that others fill up what they leave.
-        share = max(num_elements / config.server_shards, largest) / num_elements
+        # The largest parts are shared out first, so that others fill up what they leave.
+        share = max(num_elements / config.server_shards, min(largest, CUT_ELEMENTS)) / num_elements
         weights = 4 * num_elements
         return IslandTraffic(
             steps=1,

@@ -6,7 +6,7 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from enum import Enum
 from pathlib import Path
@@ -43,6 +43,11 @@ def append_line(path: Path, content: Mapping[str, object]) -> None:
     with reporting_full_disk(path), path.open("ab+") as file:
         is_cut = file.seek(0, os.SEEK_END) > 0 and file.seek(-1, os.SEEK_END) >= 0 and file.read(1) != b"\n"
         file.write(("\n" * is_cut + _to_line(content)).encode())
+
+
+def write_lines(path: Path, contents: Iterable[Mapping[str, object]]) -> None:
+    """Replace a file by one with these lines."""
+    _replace(path, map(_to_line, contents))
 
 
 def _to_line(content: Mapping[str, object]) -> str:
@@ -84,7 +89,7 @@ def set_aside(path: Path, step: int = -1) -> None:
         _replace(path, kept)
 
 
-def _replace(path: Path, lines: list[str]) -> None:
+def _replace(path: Path, lines: Iterable[str]) -> None:
     with reporting_full_disk(path):
         remove_unfinished(path)
         write_atomically(path, "".join(line.rstrip("\n") + "\n" for line in lines).encode())

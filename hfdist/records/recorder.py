@@ -17,6 +17,7 @@ from hfdist.atomic_write import remove_unfinished
 from hfdist.errors import INTERRUPTED, HfdistError, first_line, printable
 from hfdist.failures import signal_name
 from hfdist.records.events import Event, add_event, utc_now
+from hfdist.records.lines import read_lines, write_lines
 from hfdist.records.run_file import SUMMED, RunRecord, State, read_run, write_run
 from hfdist.records.run_folder import RunFolder
 from hfdist.records.versions import find_versions
@@ -58,7 +59,7 @@ class RunRecorder:
             # When that was, nobody knows better.
             _close(self.run_dir, before, None, "it ended without a word", at=before.updated)
         self.record = RunRecord(
-            start=1 if before is None else before.start + 1,
+            start=1,
             started=utc_now(),
             host=platform.node(),
             pid=os.getpid(),
@@ -68,8 +69,7 @@ class RunRecorder:
             versions=find_versions(),
         )
         if before is not None:
-            for name in ("seconds", *SUMMED):
-                setattr(self.record, f"earlier_{name}", before.total(name))
+            self._count_on(before)
         self._begun_seconds = self._written_seconds = time.monotonic()
         # The watch may end the run from a thread of its own, and a signal in the middle of a write.
         self._lock = threading.RLock()
@@ -111,6 +111,27 @@ class RunRecorder:
                 self._count_seconds()
                 _close(self.run_dir, self.record, exit_code, error)
         RunRecorder.of_process = None
+
+    def follow(self, folder: RunFolder) -> None:
+        """Take over the record and the events of earlier starts, which another folder has, and count on from there."""
+        before, own = read_run(folder.path), self.record.start
+        if before is not None and before.start >= own:
+            if before.state is State.running:
+                _close(folder.path, before, None, "it ended without a word", at=before.updated)
+            self._count_on(before)
+        events, known = RunFolder(self.run_dir).events, read_lines(folder.events)
+        # Of a start on this machine: this one, and those that the other folder does not know.
+        new = [line for line in read_lines(events) if line not in known]
+        for line in new:
+            if line.get("start") == own:
+                line["start"] = self.record.start
+        write_lines(events, [*known, *new])
+        self.write(is_durable=True)
+
+    def _count_on(self, before: RunRecord) -> None:
+        self.record.start = before.start + 1
+        for name in ("seconds", *SUMMED):
+            setattr(self.record, f"earlier_{name}", before.total(name))
 
     @property
     def seconds(self) -> float:

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import re
 from pathlib import Path
+
+_LEDGER_FILE = re.compile(r"(lane|files)-[\w.-]{1,200}(?<!\.tmp)", re.ASCII)
 
 
 class RunFolder:
@@ -56,6 +59,15 @@ class RunFolder:
         """Folder of the indexes of `hfdist index`, one for each source."""
         self.tokens = path / "tokens"
         """Folder of the token files of `hfdist pretokenize`."""
+        self.step_lines = (self.metrics, self.ranks, self.samples, self.rollouts, self.rollouts_ledger)
+        """Files with lines of steps."""
+
+    def records(self) -> dict[str, Path]:
+        """Give the files that an audit or a report needs besides checkpoints, by their places in the folder."""
+        ledger = self.ledger.iterdir() if self.ledger.is_dir() else ()
+        paths = [self.record, self.events, *self.step_lines]
+        paths += (path for path in ledger if _LEDGER_FILE.fullmatch(path.name))
+        return {path.relative_to(self.path).as_posix(): path for path in paths if path.is_file()}
 
 
 IN_RUN = RunFolder(Path())

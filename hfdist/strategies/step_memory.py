@@ -16,6 +16,10 @@ class ShardFractions:
     gradients: float = 1.0
     optimizer: float = 1.0
 
+    def of_adam(self, weight_bytes: float) -> float:
+        """Give the bytes of a parameter that this rank holds of it, its gradient and two moments, all of one type."""
+        return weight_bytes * (self.weights + self.gradients + 2 * self.optimizer)
+
 
 @dataclass(frozen=True, kw_only=True)
 class MemoryUse:

@@ -13,9 +13,10 @@ from hfdist.checkpoint.mirror import Mirror
 from hfdist.collectives import gather_json
 from hfdist.config.composition.compose import compose_config
 from hfdist.errors import PreemptedError
-from hfdist.records import RunFolder, read_lines
+from hfdist.records import RunFolder, read_lines, read_run
 from hfdist.run.builder import Run
 from hfdist.testing import RankFailed, run_ranks
+from hfdist.verify.audit.run import open_past_run, prove_once
 from proofs.layout_changes import LAYOUTS
 from recipes.pretrain import main
 from tests.distributed.replicas import END, SAVED, SETTINGS, DiesAfter, resumes
@@ -72,11 +73,18 @@ def test_a_lost_disk_costs_the_steps_since_the_last_save(tmp_path, cache_dir):
     shutil.rmtree(folder)
     live(folder, TWO, mirror)
     assert resumes(folder) == [(SAVED, False)]
-    # From that step on.
-    expected = losses(whole)[SAVED:]
-    assert losses(folder) == expected
+    # The lines of the steps before came back, too, and what was read.
+    assert losses(folder) == losses(whole)
+    past = open_past_run(folder, compose_config([*SETTINGS, *TWO.overrides, f"run.dir={folder}"]))
+    told = list(prove_once(past))
+    assert f"steps 1 to {END}" in told[0]
+    assert told[-1].startswith("AUDIT: passed")
+    assert [line["start"] for line in events_of(folder, "start")] == [1, 2]
+    # Of the start that was killed.
+    assert [line["exit_code"] for line in events_of(folder, "end")] == [None]
+    assert read_run(folder).start == 2
     assert all((weights(whole)[name] == value).all() for name, value in weights(folder).items())
-    uploads = events_of(folder, "mirror")
+    uploads = [line for line in events_of(folder, "mirror") if line["start"] == 2]
     assert [(upload["step"], upload["failed"]) for upload in uploads] == [(SAVED, 0), (END, 0)]
     # The checkpoint that came from there is not sent back.
     assert uploads[0]["sent_bytes"] == 0 < uploads[1]["sent_bytes"]

@@ -8,6 +8,7 @@ import torch
 from safetensors.torch import load_file
 
 from hfdist.checkpoint.save_plan import OPTIMIZER_STEM, STATE_FILE
+from hfdist.islands import cuts
 from hfdist.records import RunFolder, read_lines
 from hfdist.testing import RankFailed
 from tests.distributed.island_runs import (
@@ -62,8 +63,10 @@ def test_a_killed_job_goes_on_as_if_nothing_had_been(tmp_path, num_ranks, layout
 
 
 @pytest.mark.parametrize(("num_ranks", "layout"), [(1, "single"), many(2, "fsdp2"), many(2, "tensor")])
-def test_shards_step_as_one_server_and_a_killed_one_ends_all_islands(tmp_path, num_ranks, layout):
+def test_shards_step_as_one_server_and_a_killed_one_ends_all_islands(tmp_path, num_ranks, layout, monkeypatch):
     """They end with one message, and others go on from what they have saved with another number of shards."""
+    # The embedding is cut.
+    monkeypatch.setattr(cuts, "CUT_ELEMENTS", 5000)
     keys = (*EACH, *SAVING, f"strategy={layout}")
     whole = run_islands(tmp_path / "whole", 2, num_ranks, *keys)
     folders = [tmp_path / f"island-{index}" for index in range(2)]

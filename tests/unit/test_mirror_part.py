@@ -12,6 +12,8 @@ from hfdist.checkpoint.folder import step_name
 from hfdist.checkpoint.mirror import Objects
 from hfdist.config.composition.compose import compose_config
 from hfdist.errors import CheckpointError, ResourceError
+from hfdist.records import RunFolder
+from hfdist.records.lines import earlier
 from hfdist.run.parts import mirror as of_part
 from hfdist.run.parts.mirror import MirrorPart
 from hfdist.trainer.fault_tolerance.rank_flags import Preemption
@@ -36,6 +38,7 @@ def run_of(tmp_path, *overrides, mirror="file://{}/mirror"):
         config=config,
         preemption=Preemption(),
         uploader=None,
+        recorder=None,
         trainer=SimpleNamespace(checkpointer=SimpleNamespace(report_uploads=lambda: None)),
     )
 
@@ -75,6 +78,36 @@ def test_an_empty_disk_gets_the_newest_and_a_folder_keeps_its_own(tmp_path):
     assert not (tmp_path / "third/checkpoints").exists()
     with pytest.raises(CheckpointError, match="the mirror already holds checkpoints"):
         open_part(run_of(tmp_path, "checkpoint.resume=never", f"run.dir={tmp_path}/fourth"))
+
+
+def test_records_come_with_a_checkpoint_in_place_of_those_of_an_older_one(tmp_path):
+    first = open_part(run_of(tmp_path))
+    folder = first.config.run.folder
+    for step in (1, 2):
+        folder.ledger.mkdir(parents=True, exist_ok=True)
+        for path, line in ((folder.metrics, f'{{"step": {step}}}\n'), (folder.ledger / "lane-00000.records", "xyz")):
+            with path.open("a") as file:
+                file.write(line)
+        (folder.ledger / "lane-00000.records.abcd.tmp").write_text("not finished")
+        folder.config.write_text("not sent")
+        first.uploader.put(save(tmp_path / "run/checkpoints", step))
+        assert first.uploader.wait(60)
+        if step == 1:
+            shutil.copytree(tmp_path / "run", tmp_path / "older")
+    records = {"metrics.jsonl": b'{"step": 1}\n{"step": 2}\n', "ledger/lane-00000.records": b"xyzxyz"}
+    for name in ("empty", "older"):
+        with (tmp_path / "older/metrics.jsonl").open("a") as file:
+            file.write('{"step": 2, "of": "another branch"}\n')
+        other = RunFolder(tmp_path / name)
+        # A start that was killed once it had the checkpoint leaves the rest to the next one.
+        for _ in range(2):
+            open_part(run_of(tmp_path, f"run.dir={other.path}"))
+            found = files_of(other.path)
+            assert found.items() >= records.items()
+            assert not [name for name in found if "tmp" in name and not name.startswith("ledger.earlier")]
+            shutil.rmtree(other.ledger)
+    assert len(earlier(other.metrics).read_text().splitlines()) >= 2
+    assert files_of(earlier(other.ledger))["lane-00000.records"] == b"xyz"
 
 
 def test_a_start_from_an_earlier_step_is_refused_before_a_later_one_comes(tmp_path):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from typing import NamedTuple
@@ -50,25 +50,27 @@ class ListedCheckpoint:
     held_out_loss: float | None
     files: Mapping[str, Sequence[Content]]
     """Contents of each file, by its path in the checkpoint."""
+    packs: Sequence[Content] = ()
+    """Of the files that grow beside it; see `packs.py`."""
 
     @property
     def num_bytes(self) -> int:
         """Size of all files together."""
-        return sum(content.num_bytes for content in self.contents())
+        return sum(content.num_bytes for content in chain.from_iterable(self.files.values()))
 
     def contents(self) -> Iterator[Content]:
-        """Give the contents of all files; some may come twice."""
-        return chain.from_iterable(self.files.values())
+        """Give the contents of all files and the packs; some may come twice."""
+        return chain(*self.files.values(), self.packs)
 
     def is_whole(self, there: Mapping[str, int]) -> bool:
-        """Whether its contents are all there; `there`: bytes of the mirror's objects, by name."""
-        return all(there.get(content.name) == content.num_bytes for content in self.contents())
+        """Whether the checkpoint's contents are all there; `there`: bytes of the mirror's objects, by name."""
+        return not lacks(chain.from_iterable(self.files.values()), there)
 
     def to_bytes(self) -> bytes:
         """Write it as JSON, with a hash of itself."""
         files = {name: [list(content) for content in self.files[name]] for name in sorted(self.files)}
         values = {"hfdist": __version__, "step": self.step, "digest": self.digest, HELD_OUT_LOSS: self.held_out_loss}
-        values["files"] = files
+        values |= {"files": files, "packs": [list(content) for content in self.packs]}
         return json.dumps(values | {"xxh128": hash_of_content(values)}).encode()
 
     @classmethod
@@ -84,9 +86,15 @@ class ListedCheckpoint:
                 digest=str(values["digest"]),
                 held_out_loss=None if loss is None else float(loss),
                 files={name: [_content(*content) for content in of_file] for name, of_file in values["files"].items()},
+                packs=[_content(*content) for content in values.get("packs", [])],
             )
         except (KeyError, TypeError, ValueError, AttributeError, RecursionError) as error:
             raise DamagedError("bad-list", "a list of the mirror is damaged", where=where, found=error) from error
+
+
+def lacks(contents: Iterable[Content], there: Mapping[str, int]) -> bool:
+    """Whether some contents are not among the mirror's objects."""
+    return any(there.get(content.name) != content.num_bytes for content in contents)
 
 
 def _content(num_bytes: object, xxh128: object) -> Content:

@@ -3,7 +3,7 @@
     mirror.json                 the version of this layout
     writer                      a random word of the process that began last: only that one writes
     contents/<xxh128>           at most 64 MiB of some file, under their hash
-    step-00000100.json          of which contents the files of a checkpoint consist
+    step-00000100.json          of which contents the files of a checkpoint consist, and the packs beside it
 
 A content is written once, however many checkpoints have it. A list is written after its contents, and goes before
 them: so a checkpoint whose list is there is whole, at every moment.
@@ -15,10 +15,13 @@ import json
 import logging
 import secrets
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from types import MappingProxyType
 from typing import NamedTuple
+
+import xxhash
 
 from hfdist.checkpoint.folder import (
     HELD_OUT_LOSS,
@@ -38,8 +41,9 @@ from hfdist.checkpoint.manifest import (
     read_manifest,
     verify,
 )
-from hfdist.checkpoint.mirror.listed import CONTENT_BYTES, CONTENTS, Content, ListedCheckpoint
+from hfdist.checkpoint.mirror.listed import CONTENT_BYTES, CONTENTS, Content, ListedCheckpoint, lacks
 from hfdist.checkpoint.mirror.objects import UNFINISHED, Objects
+from hfdist.checkpoint.mirror.packs import Pack, Part, find_new, make_pack, read_pack, write_part
 from hfdist.checkpoint.read import read_state
 from hfdist.checkpoint.write import no_room, removed_on_failure
 from hfdist.data.threads import thread_map
@@ -79,6 +83,8 @@ class Mirror:
         self._objects = objects
         self._changed: set[str] = set()
         """Names of contents that do not have their hash any more: the next upload writes them anew."""
+        self._packs: list[Pack] = []
+        """Packs of the newest list that this process has written, or brought here."""
         self._word = secrets.token_hex(16).encode()
         self._is_claimed = False
 
@@ -149,12 +155,18 @@ class Mirror:
 
     # ---- to the mirror ----
 
-    def send(self, path: Path, tell: Callable[[UploadProgress], object] = lambda sent: None) -> UploadProgress:
+    def send(
+        self,
+        path: Path,
+        tell: Callable[[UploadProgress], object] = lambda sent: None,
+        beside: Mapping[str, Path] = MappingProxyType({}),
+    ) -> UploadProgress:
         """Send a checkpoint of this machine: what is not there yet, and then its list.
 
         Args:
             path: of the checkpoint, which must stay as it is meanwhile.
             tell: called now and then; what it raises ends the upload.
+            beside: files that grow meanwhile, by the name that `fetch_beside` gives them; they travel as they are now.
 
         Raises:
             CheckpointError: the checkpoint is damaged; contents that were sent are not there; or another process
@@ -184,12 +196,33 @@ class Mirror:
                 self._changed -= new.keys()
                 there |= {name: len(data) for name, data in new.items()}
             sent = UploadProgress(done_bytes, all_bytes, sent.new_bytes + sum(map(len, new.values())))
+        packs = []
+        for pack, new_bytes in self._send_packs(beside, there):
+            packs.append(pack)
+            sent = sent._replace(new_bytes=sent.new_bytes + new_bytes)
+            tell(sent)
         tell(sent)
+        loss, contents = _loss_of(path), [pack.content for pack in packs]
         self._complete(
             path.name,
-            ListedCheckpoint(step=manifest.step, digest=manifest.digest, held_out_loss=_loss_of(path), files=files),
+            ListedCheckpoint(
+                step=manifest.step, digest=manifest.digest, held_out_loss=loss, files=files, packs=contents
+            ),
         )
+        self._packs = packs
         return sent
+
+    def _send_packs(self, beside: Mapping[str, Path], there: Mapping[str, int]) -> Iterator[tuple[Pack, int]]:
+        """Send what packs lack of files; gives all packs, each with the bytes that were sent for it."""
+        is_there = [not lacks([one.content], there) and one.content.name not in self._changed for one in self._packs]
+        # A pack needs those before it.
+        kept, new = find_new(beside, self._packs if all(is_there) else [])
+        yield from ((pack, 0) for pack in kept)
+        for parts in new:
+            pack, data = make_pack(beside, parts)
+            self._objects.write({pack.content.name: data})
+            self._changed.discard(pack.content.name)
+            yield pack, len(data)
 
     def _has(self, name: str, digest: str, there: Mapping[str, int]) -> bool:
         try:
@@ -204,7 +237,7 @@ class Mirror:
         there = self._objects.list()
         # An upload may take longer than the start of another process, which has chosen its checkpoint by then.
         self._check_writer(there)
-        if not sent.is_whole(there):
+        if lacks(sent.contents(), there):
             what = "the mirror has lost a part of what was sent"
             hint = "no rule that removes objects, and no other run with this checkpoint.mirror and run.name"
             raise CheckpointError(what, where=f"{self.shown}/{name}", hint=hint)
@@ -286,6 +319,40 @@ class Mirror:
             move_damaged_aside(folder / name)
             commit(unfinished, folder / name)
         return folder / name
+
+    def fetch_beside(self, name: str, folder: Path) -> bool:
+        """Bring the files beside a checkpoint into an empty folder; say whether there are any.
+
+        Raises:
+            DamagedError: they are not whole, or not what was once sent.
+            ResourceError: the disk has no room for them, too.
+        """
+        place, packs = f"{self.shown}/{name}", list[Pack]()
+        there = self._objects.list()
+        found = self._read(name, there)
+        if lacks(found.packs, there):
+            raise DamagedError("missing-file", "the mirror lacks files beside a checkpoint", where=place)
+        num_bytes = sum(content.num_bytes for content in found.packs)
+        if num_bytes > shutil.disk_usage(folder).free:
+            raise no_room(_FULL, folder, num_bytes, "another run.dir")
+        for content in found.packs:
+            data = self._objects.read(content.name, content.num_bytes)
+            if Content.of(data) != content:
+                self._changed.add(content.name)
+                raise DamagedError("hash", "contents of the mirror have changed", where=place, found=content.name)
+            parts, hashes = list[Part](), list[str]()
+            for part, own in read_pack(content, data, place):
+                try:
+                    write_part(folder, part, own)
+                except OSError as error:
+                    if is_full_disk(error):
+                        raise no_room(_FULL, folder, num_bytes, "another run.dir") from error
+                    raise DamagedError("files", "a file of a pack cannot be made", where=place, found=error) from error
+                parts.append(part)
+                hashes.append(xxhash.xxh3_128_hexdigest(own))
+            packs.append(Pack(content, parts, hashes))
+        self._packs = packs
+        return bool(packs)
 
     def _fill(self, unfinished: Path, found: ListedCheckpoint) -> None:
         places: list[tuple[Path, int, Content]] = []

@@ -6,6 +6,7 @@ import logging
 import threading
 import time
 from collections import deque
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -40,10 +41,18 @@ class Uploader:
         mirror: where to; the thread has it alone from the first `put` on.
         keep: which checkpoints stay there.
         newest_step: step of the newest checkpoint that is there; None: there is none.
+        list_beside: gives the files that are sent beside a checkpoint, by name; called in the thread.
     """
 
-    def __init__(self, mirror: Mirror, keep: Keep, newest_step: int | None = None) -> None:
+    def __init__(
+        self,
+        mirror: Mirror,
+        keep: Keep,
+        newest_step: int | None = None,
+        list_beside: Callable[[], Mapping[str, Path]] = dict,
+    ) -> None:
         self.mirror, self._keep, self.newest_step = mirror, keep, newest_step
+        self._list_beside = list_beside
         self.progress = UploadProgress(0, 0, 0)
         """How far the upload is that goes on."""
         self._changed = threading.Condition()
@@ -109,7 +118,7 @@ class Uploader:
                 # What it has left would fill a store that has little room; of this checkpoint it is needed.
                 self.mirror.prune(keep)
             self._failed = path
-            self.progress = self.mirror.send(path, self._tell)
+            self.progress = self.mirror.send(path, self._tell, self._list_beside())
             self.newest_step, self._failed = step_of(path.name), None
             self.mirror.prune(keep)
         except _OverError:

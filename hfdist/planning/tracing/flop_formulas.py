@@ -37,6 +37,10 @@ def _grouped_product_backward_flops(
     return 2 * _grouped_product_flops(left, right)
 
 
+def _added_product_flops(_total: object, left: torch.Tensor, right: torch.Tensor, *_: object, **__: object) -> int:
+    return int(2 * math.prod(left.shape) * right.shape[-1])
+
+
 def _packed_layer_flops(inputs: torch.Tensor, _: object, shape: Sequence[int], *__: object, **___: object) -> int:
     return 2 * inputs.numel() * shape[0]
 
@@ -45,6 +49,7 @@ _FORMULAS: dict[object, Callable[..., int]] = {
     _aten._scaled_dot_product_flash_attention_for_cpu: _attention_flops,
     _aten._scaled_dot_product_flash_attention_for_cpu_backward: _attention_backward_flops,
     _aten._grouped_mm: _grouped_product_flops,
+    _aten.addmm_: _added_product_flops,
 }
 """FLOP formulas of operations that torch's own table lacks."""
 

@@ -8,6 +8,7 @@ never an estimate from a few. How an operation runs on fake tensors: fake_operat
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Iterable
 from contextlib import ExitStack
@@ -42,6 +43,10 @@ _FILLING = {
     _aten.zeros_like, _aten.ones_like, _aten.full_like, _aten.new_zeros, _aten.new_ones, _aten.new_full,
 }  # fmt: skip
 """Operations that take a tensor for its shape and type alone."""
+_PICKING = {_aten.gather, _aten.index, _aten.index_select, _aten.embedding}
+"""Operations that read of their first tensor what they give."""
+_PLACING = {_aten.scatter_, _aten.scatter_add_, _aten.index_add_, _aten.index_put_}
+"""Operations that change a tensor in place where values go."""
 
 
 class _Block:
@@ -276,9 +281,26 @@ class Trace(TorchDispatchMode):
         if formula is not None:
             counter.flops += formula(*args, **kwargs, out_val=output)
             return
-        read = 0 if packet in _FILLING else sum(tensor.nbytes for tensor in tensors_of(args))
-        # What is written in place is among the outputs, too, but for optimizers, which give nothing back.
-        counter.moved_bytes += read + sum(tensor.nbytes for tensor in outputs or tensors_of(args))
+        counter.moved_bytes += _moved_bytes(packet, args, outputs)
+
+
+def _moved_bytes(packet: object, args: Arguments, outputs: list[torch.Tensor]) -> int:
+    """Count what an operation reads and writes."""
+    read = [] if packet in _FILLING else [_distinct_bytes(tensor) for tensor in tensors_of(args)]
+    # What is written in place is among the outputs, too, but for optimizers, which give nothing back.
+    written = [_distinct_bytes(tensor) for tensor in outputs or tensors_of(args)]
+    if packet in _PICKING:
+        read[0] = min(read[0], written[0])
+    elif packet in _PLACING:
+        # Of the values, which come last, each changes one element.
+        read[0] = written[0] = min(read[0], read[-1])
+    return sum(read) + sum(written)
+
+
+def _distinct_bytes(tensor: torch.Tensor) -> int:
+    """Count the bytes of a tensor; an element that was expanded is one."""
+    sizes = zip(tensor.shape, tensor.stride(), strict=True)
+    return math.prod(size for size, stride in sizes if stride or not size) * tensor.element_size()
 
 
 def _sums_gradients(operation: object) -> bool:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import logging
+import os
+import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -10,10 +12,11 @@ from pathlib import Path
 
 from transformers import TrainerCallback
 
-from hfdist.checkpoint.folder import Keep, list_checkpoints, step_of
+from hfdist.checkpoint.folder import Keep, list_checkpoints, step_of, temporary
 from hfdist.checkpoint.mirror import Mirror, Objects, Uploader, fetch_best, fetch_newer
-from hfdist.config.run import RunConfig
 from hfdist.errors import CheckpointError, ResourceError
+from hfdist.records import RunFolder
+from hfdist.records.lines import earlier, set_aside
 from hfdist.run.parts.part import Joins, Part
 from hfdist.run.state import RunState
 from hfdist.trainer.checkpointing.start import check_resume, lies_in
@@ -45,8 +48,9 @@ class MirrorPart(Part):
             return
         mirror = Mirror(Objects(f"{checkpoint.mirror.rstrip('/')}/{config.run.name}"))
         keep = Keep(newest=checkpoint.keep, every=checkpoint.keep_every, best=checkpoint.keep_best)
-        names = _find(mirror, config)
-        run.uploader = Uploader(mirror, keep, step_of(names[-1]) if names else None)
+        names = _find(mirror, run)
+        folder = RunFolder(config.run.folder.path.absolute())
+        run.uploader = Uploader(mirror, keep, step_of(names[-1]) if names else None, folder.records)
 
     def callbacks(self, run: RunState) -> Sequence[TrainerCallback]:
         """Let the checkpoint be uploaded with which the run begins: a start that was killed may not have done so."""
@@ -73,15 +77,21 @@ class MirrorPart(Part):
         _wait(run)
 
 
-def _find(mirror: Mirror, config: RunConfig) -> list[str]:
-    """Give the names of the mirror's checkpoints, the oldest first, once the newest is here."""
+def _find(mirror: Mirror, run: RunState) -> list[str]:
+    """Give the names of the mirror's checkpoints, the oldest first, once the newest and its records are here."""
+    config = run.config
     checkpoints, resume = config.run.folder.checkpoints, config.checkpoint.resume
     try:
         names = mirror.open()
         if names:
             _check_resume(resume, checkpoints, f"{names[-1]}, {mirror.shown}", step_of(names[-1]))
-        if fetch_newer(mirror, names, checkpoints) is not None:
+        came = fetch_newer(mirror, names, checkpoints)
+        if came is not None:
             check_resume(config)
+        own = list_checkpoints(checkpoints)
+        if own and own[-1].name in names and (came is not None or not config.run.folder.ledger.exists()):
+            # Also where a start was killed once it had the checkpoint.
+            _bring_records(mirror, own[-1].name, run)
         if config.checkpoint.keep_best:
             fetch_best(mirror, names, checkpoints)
         with suppress(ResourceError):
@@ -95,6 +105,35 @@ def _find(mirror: Mirror, config: RunConfig) -> list[str]:
         logger.warning("the run goes on from its folder: %s", error)
         names = []
     return names
+
+
+def _bring_records(mirror: Mirror, name: str, run: RunState) -> None:
+    """Bring the records beside a checkpoint into the run's folder, in place of those of an older one."""
+    folder = run.config.run.folder
+    for left in folder.path.glob("records.tmp-*"):
+        shutil.rmtree(left, ignore_errors=True)
+    unfinished = temporary(folder.path / "records")
+    try:
+        unfinished.mkdir()
+        if not mirror.fetch_beside(name, unfinished):
+            return
+        came = RunFolder(unfinished)
+        if run.recorder is not None:
+            run.recorder.follow(came)
+        for own, other in zip(folder.step_lines, came.step_lines, strict=True):
+            set_aside(own)
+            if other.is_file():
+                os.replace(other, own)
+        if came.ledger.is_dir():
+            # Last: whether it is there says whether all is.
+            if folder.ledger.exists():
+                shutil.rmtree(earlier(folder.ledger), ignore_errors=True)
+                folder.ledger.rename(earlier(folder.ledger))
+            came.ledger.rename(folder.ledger)
+    except CheckpointError as error:
+        logger.warning("the run goes on without the records of its earlier steps: %s", error)
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
 
 
 def _check_resume(resume: str, checkpoints: Path, newest: str, newest_step: int) -> None:

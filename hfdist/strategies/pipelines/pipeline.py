@@ -371,6 +371,8 @@ class PipelineStrategy(Strategy):
             num_ranks=self.topology.pipeline,
             num_microbatches=batch.num_microbatches,
             usable_bytes=min(gather_json(of_device)),
+            # The optimizer is not made yet.
+            state_bytes=self.fractions.of_adam(next(model.parameters()).dtype.itemsize),
             splits_backward=not (self.train.gradient_checkpointing or self.train.compile is Compile.blocks),
         )
         self.config = replace(self.config, schedule=choice.schedule, stages_per_rank=choice.stages_per_rank)

@@ -1,5 +1,7 @@
 """Who waits for whom at a parameter server, and what it steps with."""
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -9,7 +11,7 @@ from hfdist.config.plain_values import plain
 from hfdist.errors import ConfigError, PeerError
 from hfdist.islands.parameter_client import GradientRecorder
 from hfdist.islands.parameter_shard import check_job
-from hfdist.islands.parameter_store import ParameterStore, Segment, find_slots
+from hfdist.islands.parameter_store import ParameterStore, Segment, exact_sum, find_slots
 from hfdist.messages.message import Message
 from tests.unit.islands.servers import member, served, together, until
 
@@ -307,11 +309,20 @@ def test_a_server_that_fails_ends_its_islands(monkeypatch):
             assert error.value.found == "the server has failed: MemoryError: no room"
 
 
-def test_norms_are_those_of_tensors_and_not_of_the_parts_that_ranks_have():
-    """A shard says them in one line, and ranks are many."""
+def test_each_element_counts_once_in_the_norm_whichever_ranks_have_it():
     optimizer = OptimizerConfig(name=OptimizerName.sgd, lr=1.0, schedule=Schedule.constant)
     segments = {rank: [Segment("a", (4, 1), rank, 0, 0, 1), Segment("b", (2,), 0, 0, 0, 2)] for rank in range(4)}
     store = ParameterStore(optimizer, segments, dict.fromkeys(range(4), bytes(12)), 0)
     for rank in range(4):
         store.add(rank, [torch.tensor([1.0]), torch.tensor([3.0, 4.0])], 1.0)
-    assert store.norms() == [2.0, 5.0]
+    assert store.squares() == [4.0 + 25.0]
+
+
+def test_sums_of_parts_add_up_to_the_sum_of_all_bit_for_bit():
+    numbers = [float(value) for value in torch.randn(300, dtype=torch.float64).exp() * 1e3 ** torch.randn(300)]
+    for cut in (1, 7, 150):
+        parts = [*exact_sum(numbers[:cut]), *exact_sum(numbers[cut:])]
+        assert len(parts) < 12
+        assert math.fsum(parts) == math.fsum(numbers)
+    assert exact_sum([1.0, math.nan]) == exact_sum([math.inf]) == [math.inf]
+    assert exact_sum([]) == []

@@ -10,7 +10,7 @@ from contextlib import ExitStack, contextmanager
 import numpy as np
 import pytest
 
-from hfdist.config.islands import IslandMethod, IslandsConfig
+from hfdist.config.islands import CUT_ELEMENTS, IslandMethod, IslandsConfig
 from hfdist.config.optimizer import OptimizerConfig, Schedule
 from hfdist.config.plain_values import plain
 from hfdist.errors import ConfigError, PeerError
@@ -28,6 +28,8 @@ from tests.unit.islands.test_parameter_server import job
 
 ADAM = plain(OptimizerConfig(fused=False, lr=0.5, schedule=Schedule.constant))
 TENSORS = {"a": 700, "b": 300, "c": 200}
+PLACES = {"a": ["t", [1000, 1], 0], "b": ["t", [1000, 1], 700], "c": ["c", [200, 1], 0]}
+"""Tensor, shape and start of each: `a` and `b` are parts of one tensor, which two shards share."""
 PARTS = {1: ["abc"], 2: ["a", "bc"], 3: ["a", "b", "c"]}
 """What each shard has, by the number of shards."""
 
@@ -73,7 +75,7 @@ class Island:
 
     def begin(self):
         self.members.connect()
-        segments = [[[name, [TENSORS[name], 1], 0, 0, 0, TENSORS[name]] for name in part] for part in self.parts]
+        segments = [[[*PLACES[name], 0, 0, TENSORS[name]] for name in part] for part in self.parts]
         first, *others = [{"segments": own} for own in segments]
         first |= {"step": 0, "updates": 0, "state": {}, "may_begin": True}
         zeros = [np.zeros(sum(TENSORS[name] for name in part), np.float32) for part in self.parts]
@@ -146,6 +148,12 @@ def test_three_shards_step_as_one_server():
     assert all(same(found, wanted) for found, wanted in zip(of_three, of_one, strict=True))
     # What Adam keeps of the squares says that gradients were clipped.
     assert 0 < math.sqrt(sum(value[2].sum() for value in of_one[-1].values())) < 0.5
+
+
+def test_a_large_tensor_is_no_larger_share_than_its_parts():
+    config = IslandsConfig(method=IslandMethod.parameter_server, count=2, server_shards=4)
+    plan = island_traffic(config, 10 * CUT_ELEMENTS, largest=6 * CUT_ELEMENTS)
+    assert plan.server_taken_bytes == 2 * 4 * 10 * CUT_ELEMENTS / 4
 
 
 def train_asynchronously(shards):
@@ -266,6 +274,7 @@ def test_what_travels_is_what_a_plan_says(shards, monkeypatch):
 
     def counting_send(connection, message, payload=b""):
         counted[connection.writer.get_extra_info("sockname")[1]] += len(payload)
+        counted["asked"] += "do" in message and "drop" not in message["do"]
         send(connection, message, payload)
 
     with sharded(shards) as (address, _, _ends):
@@ -278,6 +287,8 @@ def test_what_travels_is_what_a_plan_says(shards, monkeypatch):
             island.members.leave()
     config = IslandsConfig(method=IslandMethod.parameter_server, count=2, server_shards=shards)
     plan = island_traffic(config, sum(TENSORS.values()), largest=max(TENSORS.values()))
+    # Each other shard is asked what it has taken, and told to step.
+    assert counted["asked"] == 2 * (shards - 1)
     # The server has the largest tensor.
     assert counted["hfdist.islands.server", "takes"] == plan.server_taken_bytes
     assert counted[int(address.split(":")[1])] == plan.server_sent_bytes

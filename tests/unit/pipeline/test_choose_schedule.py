@@ -12,12 +12,22 @@ from hfdist.pipeline.choose_schedule import choose_schedule
 from hfdist.pipeline.costs import Costs
 from hfdist.pipeline.instructions import computations
 from hfdist.pipeline.partition import partition
+from hfdist.strategies.step_memory import ShardFractions
 
 ZERO_BUBBLE = {Schedule.interleaved_zero_bubble, Schedule.zbv, Schedule.dualpipev}
+WHOLE = ShardFractions()
 PARAMETERS = Costs(blocks=(100.0,) * 8, prologue=0.0, epilogue=0.0)
 
 
-def choose(half=1.0, num_ranks=2, num_microbatches=16, usable_bytes=1e9, splits_backward=True, parameters=PARAMETERS):
+def choose(
+    half=1.0,
+    num_ranks=2,
+    num_microbatches=16,
+    usable_bytes=1e9,
+    splits_backward=True,
+    parameters=PARAMETERS,
+    fractions=WHOLE,
+):
     """Blocks of one second for a forward and two for a backward."""
     block = PartTime(1.0, 2.0, half, half, kept_bytes=1000.0)
     times = BlockTimes((block,) * len(parameters.blocks), PartTime(), PartTime())
@@ -28,6 +38,7 @@ def choose(half=1.0, num_ranks=2, num_microbatches=16, usable_bytes=1e9, splits_
         num_ranks=num_ranks,
         num_microbatches=num_microbatches,
         usable_bytes=usable_bytes,
+        state_bytes=fractions.of_adam(4),
         splits_backward=splits_backward,
     )
 
@@ -65,6 +76,11 @@ def test_what_does_not_fit_in_memory_is_not_taken(caplog):
     assert choice.most_bytes <= fits
     assert "gpipe 60 s but more memory" in caplog.text
     assert f"auto takes {choice.schedule.value}:" in caplog.text
+    # A layout that shares out its state has room for the fastest, or with half of its bytes.
+    shared = ShardFractions(weights=0.25, gradients=0.25, optimizer=0.25)
+    free = choose(half=1.1, num_microbatches=4)
+    assert choose(half=1.1, num_microbatches=4, usable_bytes=fits / 0.9).seconds > free.seconds
+    assert choose(half=1.1, num_microbatches=4, usable_bytes=fits / 0.9, fractions=shared).most_bytes < fits
     # Where nothing fits, the least is taken.
     assert choose(usable_bytes=0.0).most_bytes <= fits
 

@@ -116,6 +116,31 @@ def test_what_reads_only_a_shape_moves_what_it_writes_and_another_shape_moves_no
     assert trace.costs(Phase.forward).moved_bytes == filled.nbytes
 
 
+def _counted(operate):
+    # Whole numbers are computed for real.
+    with FakeTensorMode(allow_non_fake_inputs=True), Trace() as trace:
+        table, places = torch.empty(1000, 16), torch.zeros(4, 16, dtype=torch.int64)
+        before = trace.costs(Phase.forward).moved_bytes
+        operate(table, places)
+    return trace.costs(Phase.forward).moved_bytes - before
+
+
+def test_only_elements_that_are_read_or_written_count():
+    row, values, places = 16 * 4, 4 * 16 * 4, 4 * 16 * 8
+    assert _counted(lambda table, at: table.gather(0, at)) == 2 * values + places
+    assert _counted(lambda table, at: table[at[:, 0]]) == 2 * values + places // 16
+    # Read, added to, and written.
+    assert _counted(lambda table, at: table.scatter_add_(0, at, torch.empty(4, 16))) == 3 * values + places
+    # An expanded row is one.
+    assert _counted(lambda table, at: table[:1].expand(1000, 16).clone()) == row + 1000 * row
+
+
+def test_a_product_that_is_added_in_place_has_flops():
+    with FakeTensorMode(), Trace() as trace:
+        torch.empty(8, 4).addmm_(torch.empty(8, 16), torch.empty(16, 4))
+    assert (trace.costs(Phase.forward).flops, trace.costs(Phase.forward).moved_bytes) == (2 * 8 * 16 * 4, 0)
+
+
 def test_the_bytes_of_a_fused_optimizer_are_counted():
     # It gives nothing back: weights, both moments and gradients are read, and written or seen as such.
     with FakeTensorMode():

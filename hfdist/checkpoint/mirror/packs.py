@@ -1,0 +1,161 @@
+r"""Files that grow beside the checkpoints of a run, as packs: each holds what was new when a checkpoint was sent.
+
+    pack 1    [["metrics.jsonl", 0, 310], ["ledger/lane-00000.records", 0, 720]]\n   1,030 bytes
+    pack 2    [["ledger/lane-00000.records", 720, 360]]\n                             360 bytes
+
+A part that begins at 0 begins its file anew. The last packs are joined with what is new while they are not much larger:
+then a byte is sent a few times, and packs are few.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+import xxhash
+
+from hfdist.checkpoint.manifest import DamagedError, inside
+from hfdist.checkpoint.mirror.listed import CONTENT_BYTES, Content
+from hfdist.whole_numbers import whole_number
+
+_MOST_HEAD_BYTES = 16 * 2**20
+_READ_BYTES = 2**20
+_JOINED = 2
+"""A pack is joined with what is new if it is at most so many times larger."""
+
+
+class Part(NamedTuple):
+    """Bytes of a file."""
+
+    name: str
+    begin: int
+    num_bytes: int
+
+
+@dataclass(frozen=True)
+class Pack:
+    """What a pack holds."""
+
+    content: Content
+    parts: Sequence[Part]
+    hashes: Sequence[str]
+    """Of the bytes of each part."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all parts."""
+        return sum(part.num_bytes for part in self.parts)
+
+
+def make_pack(files: Mapping[str, Path], parts: Sequence[Part]) -> tuple[Pack, bytes]:
+    """Read parts of files; a part ends where its file does by now."""
+    found = [_read(files[part.name], part.begin, part.num_bytes) for part in parts]
+    parts = [part._replace(num_bytes=len(data)) for part, data in zip(parts, found, strict=True)]
+    data = b"".join([json.dumps(parts).encode(), b"\n", *found])
+    return Pack(Content.of(data), parts, [xxhash.xxh3_128_hexdigest(one) for one in found]), data
+
+
+def read_pack(content: Content, data: bytes, where: str) -> Iterator[tuple[Part, bytes]]:
+    """Give the parts of a pack with their bytes; a DamagedError: it is none."""
+    try:
+        head, _, rest = data.partition(b"\n")
+        if len(head) > _MOST_HEAD_BYTES:
+            raise ValueError("its head is too long")
+        parts = [Part(str(name), whole_number(begin), whole_number(size)) for name, begin, size in json.loads(head)]
+        if min((min(part.begin, part.num_bytes) for part in parts), default=0) < 0:
+            raise ValueError("a part has no place")
+        if sum(part.num_bytes for part in parts) != len(rest):
+            raise ValueError("it has another size")
+    except (ValueError, TypeError, RecursionError) as error:
+        raise DamagedError("bad-pack", "a pack of the mirror is damaged", where=where, found=error) from error
+    begin = 0
+    for part in parts:
+        yield part, rest[begin : begin + part.num_bytes]
+        begin += part.num_bytes
+
+
+def write_part(folder: Path, part: Part, data: bytes) -> None:
+    """Add a part to its file in a folder; a DamagedError: the file does not end where the part begins."""
+    path = inside(folder, part.name)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with path.open("ab") as file:
+        if part.begin == 0:
+            file.truncate(0)
+        if file.tell() != part.begin and part.begin > 0:
+            what = "the mirror lacks the bytes before a part of a file"
+            raise DamagedError("bad-pack", what, where=path, found=f"{part.begin:,} where the file has {file.tell():,}")
+        file.write(data)
+
+
+def find_new(files: Mapping[str, Path], packs: Sequence[Pack]) -> tuple[list[Pack], list[list[Part]]]:
+    """Find what packs lack of files.
+
+    Args:
+        files: by name.
+        packs: that were sent, the first first.
+
+    Returns:
+        The packs that stay, and the parts of each further one.
+    """
+    sizes = {name: path.stat().st_size for name, path in files.items()}
+    begins = {name: _end_of(name, path, packs) for name, path in files.items()}
+    new = {name for name, size in sizes.items() if size > begins[name]}
+    kept = list(packs)
+    if not new:
+        return kept, []
+    num_bytes = sum(sizes[name] - begins[name] for name in new)
+    while kept and kept[-1].num_bytes <= min(_JOINED * num_bytes, CONTENT_BYTES - num_bytes):
+        for part in kept.pop().parts:
+            if part.name in files:
+                begins[part.name] = min(begins[part.name], part.begin)
+        num_bytes = sum(sizes[name] - begins[name] for name in files)
+    return kept, list(_fill(Part(name, begins[name], sizes[name] - begins[name]) for name in sorted(files)))
+
+
+def _end_of(name: str, path: Path, packs: Sequence[Pack]) -> int:
+    """Give how many bytes of a file the packs hold; 0: the file was changed before its end since then."""
+    chain: list[tuple[Part, str]] = []
+    for pack in packs:
+        for part, own in zip(pack.parts, pack.hashes, strict=True):
+            if part.name == name:
+                chain = [*(chain if part.begin else []), (part, own)]
+    for part, own in chain:
+        if _hash(path, part) != own:
+            return 0
+    return chain[-1][0].begin + chain[-1][0].num_bytes if chain else 0
+
+
+def _fill(parts: Iterator[Part]) -> Iterator[list[Part]]:
+    """Put parts into packs, each as full as it can be."""
+    pack: list[Part] = []
+    room = most = CONTENT_BYTES - _MOST_HEAD_BYTES
+    for part in parts:
+        while part.num_bytes > 0:
+            taken = min(part.num_bytes, room)
+            pack.append(part._replace(num_bytes=taken))
+            part = part._replace(begin=part.begin + taken, num_bytes=part.num_bytes - taken)
+            room -= taken
+            if room == 0:
+                yield pack
+                pack, room = [], most
+    if pack:
+        yield pack
+
+
+def _hash(path: Path, part: Part) -> str:
+    digest, left = xxhash.xxh3_128(), part.num_bytes
+    with path.open("rb") as file:
+        file.seek(part.begin)
+        while left > 0 and (data := file.read(min(_READ_BYTES, left))):
+            digest.update(data)
+            left -= len(data)
+    return digest.hexdigest()
+
+
+def _read(path: Path, begin: int, num_bytes: int) -> bytes:
+    with path.open("rb") as file:
+        file.seek(begin)
+        return file.read(num_bytes)
