@@ -9,12 +9,14 @@ from functools import reduce
 from hfdist.config.data import Packing, RowFormat, TooLong, TrainOn
 from hfdist.config.plain_values import override_value, plain
 from hfdist.config.run import RunConfig
-from hfdist.config.task import PRESETS, REWARD_MODEL, SCORE, TaskConfig, TaskLoss, TaskName
+from hfdist.config.task import ENVIRONMENT, PRESETS, REWARD_MODEL, SCORE, TaskConfig, TaskLoss, TaskName
 from hfdist.errors import ConfigError
 
 _OF_TASKS = (RowFormat.preference, RowFormat.unpaired_preference, RowFormat.prompt)
 _WITH_REFERENCE = ("arithmetic", "code", "code_without_landlock")
 """Rewards that compare an answer with the data's."""
+_OF_REFERENCE = ("code", "guess", "reasoning_gym")
+"""Environments that read the data's answer."""
 _SMOOTHED = (TaskLoss.robust, TaskLoss.exo_pair)
 _WITHOUT_BOUND = {TaskLoss.cispo: ("clip",), TaskLoss.sapo: ("clip", "clip_high")}
 _OF_PROMPTS = (RowFormat.prompt_completion, RowFormat.prompt)
@@ -139,9 +141,22 @@ def _check_preference(config: RunConfig) -> None:
 
 
 def _check_reinforcement(config: RunConfig) -> None:
+    _check_rewards(config)
+    _check_environment(config)
     for key in _WITHOUT_BOUND.get(config.task.loss, ()):
         if getattr(config.task, key) is not None:
             raise _misfit(config, f"task.{key}", "null", f"{config.task.loss.value} has no such bound of ratios")
+    if config.task.generators and config.task.sync_every > config.task.max_staleness + 1:
+        raise ConfigError(
+            "generators would wait for a policy that they do not get, and the run for their answers",
+            where="task.sync_every",
+            found=f"{config.task.sync_every}, with task.max_staleness={config.task.max_staleness}",
+            allowed="<= task.max_staleness + 1",
+            hint=f"task.max_staleness={config.task.sync_every - 1}",
+        )
+
+
+def _check_rewards(config: RunConfig) -> None:
     if config.task.reward_model is not None and REWARD_MODEL not in config.task.rewards:
         what, hint = "the reward model has no weight", f"'task.rewards={{{REWARD_MODEL}: 1.0}}'"
         found = ", ".join(config.task.rewards) or "none"
@@ -151,7 +166,7 @@ def _check_reinforcement(config: RunConfig) -> None:
         if RowFormat.prompt in _formats(config).values():
             hint = f"data.format=prompt_completion {hint}"
         hint += "; docs/rewards.md has others, and how to write one"
-        known = ", ".join((*_WITH_REFERENCE, "overlong", REWARD_MODEL))
+        known = ", ".join((*_WITH_REFERENCE, "overlong", REWARD_MODEL, ENVIRONMENT))
         allowed = f"{{NAME: WEIGHT}}, of {known}, or of a package of your own"
         raise ConfigError(what, where="task.rewards", found="none", allowed=allowed, hint=hint)
     compared = [name for name in config.task.rewards if name in _WITH_REFERENCE]
@@ -164,11 +179,34 @@ def _check_reinforcement(config: RunConfig) -> None:
         what, allowed = "it is not said which model gives this reward", "the folder of a reward model"
         hint = "task.reward_model=RUN/model, of a run that trains a reward model"
         raise ConfigError(what, where="task.reward_model", found="null", allowed=allowed, hint=hint)
-    if config.task.generators and config.task.sync_every > config.task.max_staleness + 1:
+
+
+def _check_environment(config: RunConfig) -> None:
+    task, default = config.task, TaskConfig()
+    if task.environment is None:
+        for key in ("environment_url", "environment_seconds", "max_turns"):
+            if getattr(task, key) != getattr(default, key):
+                allowed = json.dumps(getattr(default, key))
+                raise _misfit(config, f"task.{key}", allowed, "without an environment a prompt has one answer")
+        if ENVIRONMENT in task.rewards:
+            what, hint = "there is no environment that gives this reward", "task.environment=guess, or another one"
+            raise ConfigError(what, where="task.rewards", found=ENVIRONMENT, hint=hint)
+        return
+    if task.generators:
+        what = "generators answer in one turn in this version: the ranks play the episodes"
+        found = f"{task.generators}, with task.environment={task.environment}"
+        raise ConfigError(what, where="task.generators", found=found, allowed="0", hint="task.generators=0")
+    if task.environment in _OF_REFERENCE and RowFormat.prompt in _formats(config).values():
+        what = "this environment needs the completion of the row, and prompts alone have none"
+        found, hint = f"{task.environment}, with format prompt", "data.format=prompt_completion"
+        raise ConfigError(what, where="task.environment, data.format", found=found, hint=hint)
+    is_open = task.environment == "openenv"
+    if is_open and not (task.environment_url or "").startswith(("ws://", "wss://")):
+        what, allowed = "it is not said where the server is", "ws://HOST:PORT/PATH, or wss://"
+        found = json.dumps(task.environment_url)
         raise ConfigError(
-            "generators would wait for a policy that they do not get, and the run for their answers",
-            where="task.sync_every",
-            found=f"{config.task.sync_every}, with task.max_staleness={config.task.max_staleness}",
-            allowed="<= task.max_staleness + 1",
-            hint=f"task.max_staleness={config.task.sync_every - 1}",
-        )
+            what, where="task.environment_url", found=found, allowed=allowed,
+            hint="task.environment_url=ws://127.0.0.1:8000/ws",
+        )  # fmt: skip
+    if not is_open and task.environment_url is not None:
+        raise _misfit(config, "task.environment_url", "null", f"only openenv has a server, not {task.environment}")

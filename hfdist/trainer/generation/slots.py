@@ -41,6 +41,7 @@ class Slots:
         extras: what `score` needs of each row, tensors of shape [rows, ...] on the model's device, and `ROWS`.
         limits: where a row ends.
         score: chooses the next token.
+        budgets: the most new tokens of each row.
         num_slots: the most rows of a forward, >= 1.
         waits: whether each forward is a collective over data ranks, so that all go on until all rows have ended.
     """
@@ -53,10 +54,12 @@ class Slots:
         *,
         limits: GenerationLimits,
         score: Score,
+        budgets: Sequence[int],
         num_slots: int,
         waits: bool,
     ) -> None:
         self._model, self._prompts, self._extras, self._device = model, prompts, extras, extras[ROWS].device
+        self._budgets = budgets
         self._limits, self._score, self._num_slots, self._waits = limits, score, num_slots, waits
         self._numbers = list(accumulate((own != before for before, own in pairwise(prompts)), initial=0))
         """A number for each row, the same for neighbours with equal prompts."""
@@ -120,7 +123,7 @@ class Slots:
         for row, token in zip(rows, tokens.tolist(), strict=True):
             self._written[row].append(token)
         return [
-            self._written[row][-1] not in self._limits.end_ids and len(self._written[row]) < self._limits.max_new_tokens
+            self._written[row][-1] not in self._limits.end_ids and len(self._written[row]) < self._budgets[row]
             for row in rows
         ]
 
