@@ -24,7 +24,7 @@ from hfdist.trainer.generation.score import ROWS, Score
 _KEYS = "keys"
 """Name among the extras of the keys of the rows' noise."""
 _BEFORE = "before"
-"""Name among the extras of the number of tokens before, of rows that were continued already; shape [rows]."""
+"""Name among the extras of the number of tokens before, of rows that go on; int64 of shape [rows, 1]."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,8 +60,6 @@ def sample_completions(
     topology: Topology,
     rows_at_once: int,
     uses_cache: bool,
-    before: Sequence[int] | None = None,
-    budgets: Sequence[int] | None = None,
 ) -> list[list[int]]:
     """Sample a completion of each prompt of this data rank. All ranks call it.
 
@@ -77,8 +75,6 @@ def sample_completions(
         topology: the place of this rank.
         rows_at_once: the most rows of a data rank in a forward.
         uses_cache: see `continue_rows`.
-        before: number of tokens of each row after what its seed began with; None: all begin. Noise goes on from there.
-        budgets: see `continue_rows`.
 
     Returns:
         The new tokens, the one that ended a completion included, on all ranks of the model replica.
@@ -86,8 +82,6 @@ def sample_completions(
     # A single seed would be broadcast to all rows.
     assert len(seeds) == len(prompts), (len(seeds), len(prompts))
     score, extras = make_score(seeds, sampling)
-    if before is not None:
-        extras[_BEFORE] = torch.tensor(before, dtype=torch.int64)
     return continue_rows(
         prompts,
         forward,
@@ -97,21 +91,25 @@ def sample_completions(
         topology=topology,
         rows_at_once=rows_at_once,
         uses_cache=uses_cache,
-        budgets=budgets,
     )
 
 
-def make_score(seeds: Sequence[int], sampling: Sampling) -> tuple[Score, Batch]:
-    """Give what draws the tokens of rows with these seeds, and what it needs of each row: see `continue_rows`."""
-    return partial(perturb, warpers=sampling.warpers()), {_KEYS: split_seeds(seeds)}
+def make_score(seeds: Sequence[int], sampling: Sampling, *, before: Sequence[int] | None = None) -> tuple[Score, Batch]:
+    """Give what draws the tokens of rows with these seeds, and what it needs of each row: see `continue_rows`.
+
+    `before`: number of tokens after which each row goes on, so that its noise does, too; None: all rows begin.
+    """
+    extras = {_KEYS: split_seeds(seeds)}
+    if before is not None:
+        extras[_BEFORE] = torch.tensor(before, dtype=torch.int64)[:, None]
+    return partial(perturb, warpers=sampling.warpers()), extras
 
 
 def perturb(
     logits: torch.Tensor, extras: Batch, num_before: int | torch.Tensor, *, warpers: LogitsProcessorList
 ) -> torch.Tensor:
     """Add each row's noise to its warped logits, which are log-probabilities but for a constant; float32."""
-    if _BEFORE in extras:
-        num_before = extras[_BEFORE][:, None] + num_before
+    num_before = num_before + extras[_BEFORE] if _BEFORE in extras else num_before
     # None of these warpers reads what has been written.
     unread: Any = None
     return gumbel_noise(extras[_KEYS], num_before, logits.shape[-1]).add_(warpers(unread, logits))
