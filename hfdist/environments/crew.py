@@ -69,20 +69,22 @@ class Crew(Generic[Value]):
         return bool(self._awaited)
 
     def collect(self, patience_seconds: float) -> list[tuple[int, Value | BaseException]]:
-        """Wait for a result, and then for others, but no longer than so; empty: there are none to come."""
+        """Wait for all results, but no longer than so, and give those that have come."""
         found: list[tuple[int, Value | BaseException]] = []
-        end = float("inf")
-        while self._awaited and (now := time.monotonic()) < end:
+        end = time.monotonic() + patience_seconds
+        while self._awaited:
+            # Those that are there are taken, however short the patience is.
+            pause = max(0.0, min(_LOOK_SECONDS, end - time.monotonic()))
             try:
-                job = self._ended.get(timeout=min(_LOOK_SECONDS, end - now))
+                job = self._ended.get(timeout=pause) if pause else self._ended.get_nowait()
             except Empty:
                 found += self._give_up()
+                if time.monotonic() >= end:
+                    break
             else:
                 self._awaited.discard(job)
                 assert job.result is not None
                 found.append((job.key, job.result))
-            if found and end == float("inf"):
-                end = time.monotonic() + patience_seconds
         return found
 
     def rest(self) -> None:

@@ -14,6 +14,7 @@ from hfdist.environments.environment import Environment
 from hfdist.environments.guess import Guess
 from hfdist.environments.openenv import OpenEnv
 from hfdist.environments.reasoning_gym import ReasoningGym
+from hfdist.environments.tools import Schema, describe_tools
 from hfdist.errors import ConfigError
 from hfdist.plugins import load_plugin
 from hfdist.rewards.code import code
@@ -68,3 +69,8 @@ def load_environment(task: TaskConfig) -> Factory:
         what, found = "what the package offers is no environment", f"{name}, a {type(made).__name__}"
         raise ConfigError(what, where=_WHERE, found=found, allowed=expected)
     return factory
+
+
+def offered_tools(task: TaskConfig) -> list[Schema]:
+    """Give the JSON schemas of the tools of `task.environment`; ConfigError: see the two functions that this calls."""
+    return describe_tools(load_environment(task)().tools(), where=_WHERE, found=str(task.environment))
