@@ -51,9 +51,8 @@ class Acting:
         self._limits, self._uses_cache = limits, uses_cache
         schemas = offered_tools(self._task)
         chat: ChatConfig = replace(self._config.data.chat, tools=schemas)
-        turns = TurnTokens(self._tokenizer, chat, limits.end_ids)
-        if training.stream is not None and are_chats(training.stream.corpus):
-            turns.check_chats()
+        holds_chats = training.stream is not None and bool(are_chats(training.stream.corpus))
+        turns = TurnTokens(self._tokenizer, chat, limits.end_ids, are_chats=holds_chats)
         self._setting = Setting(
             task=self._task,
             tokenizer=self._tokenizer,

@@ -38,11 +38,18 @@ class TurnTokens:
         tokenizer: its template is that of the data.
         chat: how conversations are rendered; its tools are those of the environment.
         end_ids: tokens that end a turn.
+        are_chats: whether the data hold conversations; prompts of other sources may be plain.
+
+    ConfigError: there are conversations, and the template cannot write several turns.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, chat: ChatConfig, end_ids: Collection[int]) -> None:
-        self._tokenizer, self._chat, self._ends = tokenizer, chat, end_ids
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, chat: ChatConfig, end_ids: Collection[int], *, are_chats: bool
+    ) -> None:
+        self._tokenizer, self._chat, self._ends, self._are_chats = tokenizer, chat, end_ids, are_chats
         self._plain = Encoder(tokenizer)
+        if are_chats:
+            self._check_chats()
 
     @cached_property
     def _chats(self) -> ChatEncoder:
@@ -50,24 +57,18 @@ class TurnTokens:
 
     @cached_property
     def _opening(self) -> list[int]:
-        """What stands at the end of each prompt that is a chat; empty: there is no template, or it has no such."""
-        if not self._tokenizer.chat_template:
-            return []
+        """What stands at the end of each prompt that is a chat; empty: the template lets the model begin at once."""
         asked, whole = self._ids([_ASKED], asks=False), self._ids([_ASKED], asks=True)
         return whole[len(asked) :] if whole[: len(asked)] == asked else []
 
     def is_chat(self, prompt: Sequence[int]) -> bool:
-        """Whether a prompt ends where a chat template lets the model answer."""
-        opening = self._opening
-        return bool(opening) and list(prompt[-len(opening) :]) == opening
+        """Whether a prompt is a conversation, by its end."""
+        return self._are_chats and list(prompt[len(prompt) - len(self._opening) :]) == self._opening
 
-    def check_chats(self) -> None:
-        """Try the template; ConfigError: episodes cannot go on with it."""
+    def _check_chats(self) -> None:
         names = [tool["function"]["name"] for tool in self._chat.tools]
         probe = Turn("tool", _PROBED, names[0]) if names else Turn("user", _PROBED)
         try:
-            if not self._opening:
-                raise RefusedError("it does not say where the model answers (add_generation_prompt)")
             if _PROBED not in self._tokenizer.decode(self.after([probe], is_chat=True)):
                 raise RefusedError(f"it leaves out messages of the role {probe.role}")
         except RefusedError as error:
@@ -88,7 +89,7 @@ class TurnTokens:
         asked, whole = (self._ids([_ASKED, *more], asks=bool(more)) for more in ([], _as_messages(said)))
         if whole[: len(asked)] != asked:
             raise RefusedError("it writes a turn in another way once others follow")
-        return prompt[: -len(self._opening)], whole[len(asked) :]
+        return prompt[: len(prompt) - len(self._opening)], whole[len(asked) :]
 
     def after(self, said: Sequence[Turn], *, is_chat: bool) -> list[int]:
         """Give the tokens of what the model reads after a turn; RefusedError: the template cannot write that."""
@@ -119,9 +120,9 @@ class TurnTokens:
     def _ids(self, messages: list[Message], *, asks: bool) -> list[int]:
         tools: Any = self._chat.tools or None
         chat = self._chats.render(messages, tools, len(messages) if asks else 0)
-        ids: list[int] = ids_of(self._chats.encode([chat])[0]).tolist()
-        # The end of an answer that is not there.
-        return ids[:-1] if asks else ids
+        # As the template writes it: of an example the encoder would add an end where there is none.
+        bare = chat._replace(asks=False, is_answered=False)
+        return [int(token) for token in ids_of(self._chats.encode([bare])[0])]
 
     def calls(self, prompt: Sequence[int], turn: Sequence[int], text: str) -> list[Call]:
         """Find the calls of tools in a turn of the model, after the tokens before it."""
