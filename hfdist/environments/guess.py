@@ -7,7 +7,7 @@ import re
 from hfdist.environments.environment import Environment, Row, Step
 from hfdist.errors import DataError
 
-_NUMBER = re.compile(r"-?[0-9]{1,18}(?![0-9])")
+_NUMBER = re.compile(r"(?<![0-9])-?[0-9]{1,18}(?![0-9])")
 
 
 class Guess(Environment):

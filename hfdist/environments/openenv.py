@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import math
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from typing import Any
 
 from hfdist.environments.environment import Environment, Row, Step
@@ -30,6 +30,7 @@ class OpenEnv(Environment):
 
     def __init__(self, url: str, seconds: float) -> None:
         self._url, self._seconds = url, seconds
+        self._connection = ExitStack()
         self._socket: Any = None
 
     def reset(self, row: Row) -> str | None:
@@ -37,7 +38,8 @@ class OpenEnv(Environment):
         # Here: it is an extra. Proxies of the environment are not used: the config alone says who is spoken to.
         from websockets.sync.client import connect
 
-        self._socket = connect(self._url, open_timeout=self._seconds, close_timeout=1, max_size=MOST_BYTES, proxy=None)
+        limits = {"open_timeout": self._seconds, "close_timeout": 1, "max_size": MOST_BYTES}
+        self._socket = self._connection.enter_context(connect(self._url, proxy=None, **limits))
         return self._ask("reset", {"seed": row.seed % _MOST_SEED}).observation
 
     def step(self, text: str) -> Step:
@@ -54,7 +56,7 @@ class OpenEnv(Environment):
             # It may be the connection that has failed.
             with suppress(Exception):
                 self._socket.send(json.dumps({"type": "close"}))
-                self._socket.close()
+                self._connection.close()
 
     def _ask(self, kind: str, data: dict[str, Any]) -> Step:
         """Send a message and read the answer; a late one would be taken for the next, so that any error ends all."""

@@ -32,8 +32,12 @@ class ReasoningGym(Environment):
         self._item = {"question": row.prompt, "answer": row.reference, "metadata": metadata}
 
     def step(self, text: str) -> Step:
-        """Score the answer."""
-        return Step(None, float(self._score(text.strip(), self._item)), done=True)
+        """Score the answer; one that the scorer cannot read gets 0."""
+        try:
+            score = float(self._score(text.strip(), self._item))
+        except Exception:  # some scorers raise on what is no answer of theirs
+            score = 0.0
+        return Step(None, score, done=True)
 
 
 @cache
