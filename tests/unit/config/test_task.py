@@ -56,6 +56,9 @@ REFUSED = {
     "task.reward_model": ("task=rloo", "task.rewards={reward_model: 1.0}"),
     "task.teacher": ("task=distill",),
     "task.divergence_beta": ("task=grpo", *REWARDED, "task.divergence_beta=0.5"),
+    "task.max_turns": ("task=grpo", *REWARDED, "task.max_turns=3"),
+    "task.environment_url": ("task=grpo", *REWARDED, "task.environment=openenv"),
+    "task.generators": ("task=rloo", *REWARDED, "task.environment=calculator", "task.generators=1"),
     "task.top_k": ("task=distill", *TAUGHT, "task.top_k=5"),
 }
 
