@@ -38,8 +38,8 @@ class OpenEnv(Environment):
         # Here: it is an extra. Proxies of the environment are not used: the config alone says who is spoken to.
         from websockets.sync.client import connect
 
-        limits = {"open_timeout": self._seconds, "close_timeout": 1, "max_size": MOST_BYTES}
-        self._socket = self._connection.enter_context(connect(self._url, proxy=None, **limits))
+        connection = connect(self._url, proxy=None, open_timeout=self._seconds, close_timeout=1, max_size=MOST_BYTES)
+        self._socket = self._connection.enter_context(connection)
         return self._ask("reset", {"seed": row.seed % _MOST_SEED}).observation
 
     def step(self, text: str) -> Step:

@@ -30,7 +30,7 @@ Factory = Callable[[], Environment]
 BUILT_IN: Mapping[str, type[Environment]] = MappingProxyType(
     {"calculator": Calculator, "code": Code, "guess": Guess, "openenv": OpenEnv, "reasoning_gym": ReasoningGym}
 )
-_PACKAGES = {"openenv": ("websockets", "websockets"), "reasoning_gym": ("reasoning_gym", "reasoning-gym")}
+_PACKAGES = {"openenv": ("websockets", "'websockets>=15'"), "reasoning_gym": ("reasoning_gym", "reasoning-gym")}
 """By name: the module that it needs besides hfdist's own, and its package."""
 
 
