@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo finetune test bench matrices zoo parity mesh layouts finetuning reinforcement interruptions faults soak cluster jobs shares canary gpu gpus sweeps widths plan mutations coverage readme docs check format clean
+.PHONY: help setup demo finetune test bench matrices zoo parity mesh layouts finetuning reinforcement environments interruptions faults soak cluster jobs shares canary gpu gpus sweeps widths plan mutations coverage readme docs check format clean
 
 help:  ## List the commands.
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 16
@@ -62,6 +62,9 @@ finetuning: $(READY)  ## Fine-tune SmolLM2-135M-Instruct in four layouts, whole 
 
 reinforcement: $(READY)  ## Let GRPO teach a small model to add, by three seeds, and write docs/reinforcement-proof.md (10 minutes).
 	$(BIN)/python -m proofs.reinforcement docs/reinforcement-proof.md
+
+environments: $(READY)  ## Let GRPO teach a small model to use a calculator, by three seeds, and write docs/environments-proof.md (6 minutes).
+	$(BIN)/python -m proofs.environments docs/environments-proof.md
 
 interruptions: $(READY)  ## Stop and resume streams and runs in thousands of ways, and prove that nothing is lost or repeated.
 	$(BIN)/python -m pytest tests/unit/data/test_any_interruption.py -m many

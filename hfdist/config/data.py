@@ -216,6 +216,8 @@ class ChatConfig:
     """
     template_arguments: dict[str, Any] = field(default_factory=dict)
     """Further variables of the template, such as {enable_thinking: false}."""
+    tools: list[dict[str, Any]] = field(default_factory=list)
+    """JSON schemas of tools for conversations whose rows have none; `task.environment` gives those of its tools."""
 
 
 @dataclass(kw_only=True)

@@ -153,6 +153,10 @@ _OF_POLICIES = (
     "answer_seconds",
     "generators_port",
     "generators_host",
+    "environment",
+    "environment_url",
+    "environment_seconds",
+    "max_turns",
 )
 
 _WITH_REFERENCE = (
@@ -303,6 +307,9 @@ SCORE = "score"
 REWARD_MODEL = "reward_model"
 """The name among rewards of a model's score."""
 
+ENVIRONMENT = "environment"
+"""The name among rewards of what an environment gives."""
+
 
 @dataclass(kw_only=True)
 class TaskConfig:
@@ -342,7 +349,7 @@ class TaskConfig:
     A forward has so many rows for each.
     """
     max_new_tokens: int = limited(256, at_least=1)
-    """grpo, rloo, online_dpo: most tokens of an answer."""
+    """grpo, rloo, online_dpo: most tokens of an answer; of an episode, those that the model reads in it count, too."""
     temperature: float = limited(1.0, above=0)
     """grpo, rloo, online_dpo: of the distribution that answers are drawn from; distill: of both distributions."""
     top_k: int | None = limited(None, at_least=1)
@@ -357,7 +364,7 @@ class TaskConfig:
     The mix has `divergence_beta` of the teacher (generalized Jensen-Shannon divergence, arXiv 2306.13649).
     """
     rewards: dict[str, float] = field(default_factory=dict)
-    """Rewards with their weights: {arithmetic: 1.0}; arithmetic, code, overlong, reward_model, or of
+    """Rewards with their weights: {arithmetic: 1.0}; arithmetic, code, overlong, reward_model, environment, or of
     installed packages.
 
     Packages offer them by entry points `hfdist.rewards`.
@@ -402,6 +409,18 @@ class TaskConfig:
     """grpo, rloo: where `hfdist generate` of other machines may join; null: nobody may."""
     generators_host: str | None = None
     """generators: address of rank 0's machine to listen at; null: all with HFDIST_ISLANDS_SECRET, 127.0.0.1 without."""
+    environment: str | None = None
+    """grpo, rloo: what the model acts in, turn by turn: calculator, code, guess, openenv, reasoning_gym, or of
+    installed packages; null: a prompt has one answer.
+
+    Packages offer them by entry points `hfdist.environments`.
+    """
+    environment_url: str | None = None
+    """openenv: address of the server, such as ws://127.0.0.1:8000/ws."""
+    environment_seconds: float = limited(60.0, above=0, at_most=3600)
+    """environment: time for what comes of a turn; an episode that takes longer fails, and does not train."""
+    max_turns: int = limited(8, at_least=1)
+    """environment: most turns of the model in an episode."""
     scale: float = limited(20.0, above=0)
     """embed: what similarities are multiplied by, which is one over the temperature."""
     pooling: Pooling = Pooling.last

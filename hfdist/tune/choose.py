@@ -8,10 +8,11 @@ from transformers import PreTrainedTokenizerBase, TrainingArguments
 
 from hfdist.config.plain_values import plain
 from hfdist.config.run import RunConfig
-from hfdist.config.task import REWARD_MODEL, TaskName
+from hfdist.config.task import ENVIRONMENT, REWARD_MODEL, TaskName
 from hfdist.data.documents.examples import take_examples
 from hfdist.rewards import Generation, Reward, load_rewards
 from hfdist.rewards.code import SANDBOXED
+from hfdist.rewards.registry import Score
 from hfdist.strategies.base import Strategy
 from hfdist.trainer.step.objective import Objective
 from hfdist.tune.distill import Distillation
@@ -68,7 +69,7 @@ def make_objective(
 
 def check_rewards(names: Mapping[str, float]) -> None:
     """Raise a ConfigError on a reward that no package offers, or that runs programs where they cannot be confined."""
-    made = {REWARD_MODEL: lambda generations: [0.0] * len(generations)}
+    made = {name: lambda generations: [0.0] * len(generations) for name in (REWARD_MODEL, ENVIRONMENT)}
     for reward in load_rewards(names, where="task.rewards", others=made):
         if reward.name in SANDBOXED:
             reward([Generation(prompt="", text="", reference="assert True")])
@@ -77,7 +78,8 @@ def check_rewards(names: Mapping[str, float]) -> None:
 def _rewards(
     config: RunConfig, tokenizer: PreTrainedTokenizerBase, strategy: Strategy, arguments: TrainingArguments
 ) -> list[Reward]:
-    path, made = config.task.reward_model, {}
+    path = config.task.reward_model
+    made: dict[str, Score] = {ENVIRONMENT: lambda generations: [one.environment_reward for one in generations]}
     if path is not None:
         made[REWARD_MODEL] = LearnedReward(path, tokenizer, layout=strategy, arguments=arguments)
     return load_rewards(config.task.rewards, where="task.rewards", others=made)

@@ -30,9 +30,15 @@ from hfdist.trainer.generation.greedy import continue_prompts
 from hfdist.trainer.generation.limits import GenerationLimits, find_limits
 from hfdist.trainer.generation.sampling import Sampling, sample_completions
 from hfdist.trainer.training import Training
+from hfdist.tune.acting import Acting
+from hfdist.tune.answer import Answer
 from hfdist.tune.rollout_lines import RolloutLines
 from hfdist.tune.rollout_rows import OLD_LOG_PROBABILITIES, REWARDS, TRAINS, at_targets, make_rows, read_examples
-from hfdist.tune.step_rewards import add_up, differ, of_answers, of_steps, total
+from hfdist.tune.scoring import Scoring
+from hfdist.tune.step_rewards import differ, of_answers, of_steps
+
+_DRAWN = ("completions", "log_probabilities")
+"""What generators give of a prompt, one of each for an answer."""
 
 if TYPE_CHECKING:
     from hfdist.tune.generators.generators import Generators
@@ -65,7 +71,8 @@ class Rollouts:
         examples: Sequence[Example],
         lines: RolloutLines,
     ) -> None:
-        self._task, self._rewards, self._tokenizer = config.task, rewards, tokenizer
+        self._task, self._tokenizer = config.task, tokenizer
+        self._scoring = Scoring(rewards, tokenizer, config.task.max_new_tokens)
         self._examples, self._seed, self.lines = examples, config.train.seed, lines
         self.generators: Generators | None = None
         """Who answers the prompts of steps; None: the ranks."""
@@ -74,8 +81,10 @@ class Rollouts:
             from hfdist.tune.generators.generators import Generators
 
             self.generators = Generators(config, read_prompts=self._read_prompts, seeds_of=self._seeds_of)
+        self._acting = None if self._task.environment is None else Acting(config, tokenizer)
+        """Plays episodes with the environment; None: an answer is one turn."""
         own = ("reward_std", "dead_groups", "completion_tokens", "cut_off")
-        self.names = ("reward", *(f"rewards/{reward.name}" for reward in rewards), *own)
+        self.names = (*self._scoring.names, *own, *(() if self._acting is None else self._acting.names))
         """Names of the figures that `answer` gives."""
 
     def begin(self, training: Training) -> None:
@@ -86,6 +95,8 @@ class Rollouts:
         self._uses_cache = can_generate(cast(PreTrainedModel, training.model), self._topology)
         if self.generators is not None:
             self.generators.begin(training, self._limits)
+        if self._acting is not None:
+            self._acting.begin(training, self._limits, uses_cache=self._uses_cache, fill_id=self._fill_id)
 
     def answer(
         self, batches: Sequence[Batch], forwarding: Callable[[], AbstractContextManager[Forward]]
@@ -104,13 +115,12 @@ class Rollouts:
         room = self._limits.room()
         examples = [example for batch in batches for example in read_examples(batch, room)]
         examples = self._with_columns(examples, [batch[DOCUMENTS].tolist() for batch in batches if DOCUMENTS in batch])
-        repeated = [example for example in examples for _ in range(count)]
-        prompts = [example.prompt for example in repeated]
-        answers, old = self._ask([example.prompt for example in examples], prompts, forwarding)
+        repeated, answers = self._ask(examples, forwarding)
         # A lane that has ended gives nothing to answer.
         live = [place for place, example in enumerate(repeated) if example.prompt]
-        generations = self._describe([repeated[place] for place in live], [answers[place] for place in live])
-        scores, of_live = self._score(generations)
+        answered = [answers[place] for place in live]
+        generations = self._scoring.describe([repeated[place] for place in live], answered)
+        scores, of_live = self._score(generations, answered)
         steps: list[Steps] = [[] for _ in repeated]
         for place, own in zip(live, of_live, strict=True):
             steps[place] = own
@@ -119,70 +129,120 @@ class Rollouts:
         are_whole = all(
             len(own) == 1 and own[0][0] == len(one.text) for own, one in zip(of_live, generations, strict=True)
         )
-        built, first = [], 0
+        prompts, built, first = [example.prompt for example in repeated], [], 0
         for of_prompts in batches:
             rows = slice(first, first + len(of_prompts["input_ids"]) * count)
-            batch = make_rows(prompts[rows], answers[rows], fill_id=self._fill_id)
-            if self._task.mask_truncated:
-                batch[TRAINS] = torch.tensor([self._has_ended(answer) for answer in answers[rows]])
-            if old is not None:
-                batch[OLD_LOG_PROBABILITIES] = at_targets(batch["labels"], old[rows])
+            batch = self._batch(prompts[rows], answers[rows])
             own_steps, most = steps[rows], max(1, *map(len, steps))
-            batch |= of_answers(own_steps) if are_whole else of_steps(batch, own_steps, self._text, num_columns=most)
+            if are_whole:
+                batch |= of_answers(own_steps)
+            else:
+                batch |= of_steps(batch, own_steps, self._scoring.text, num_columns=most)
             built.append(batch)
             first = rows.stop
-        return built, self._figures(scores, [answers[place] for place in live], built)
+        if not self._topology.is_first_of_replica:
+            return built, {}
+        cut_off = [float(not one.has_ended) for one in answered]
+        figures = scores | self._figures(answered) | {"cut_off": cut_off} | self._figures_of_groups(built, live)
+        return built, figures
+
+    def _batch(self, prompts: Sequence[list[int]], answers: Sequence[Answer]) -> Batch:
+        batch = make_rows(prompts, answers, fill_id=self._fill_id)
+        if self._task.mask_truncated or self._acting is not None:
+            must_end = self._task.mask_truncated
+            batch[TRAINS] = torch.tensor([one.fault is None and (one.has_ended or not must_end) for one in answers])
+        if self.generators is not None:
+            batch[OLD_LOG_PROBABILITIES] = at_targets(batch["labels"], [one.log_probabilities or [] for one in answers])
+        return batch
 
     def _ask(
-        self,
-        prompts: Sequence[list[int]],
-        repeated: Sequence[list[int]],
-        forwarding: Callable[[], AbstractContextManager[Forward]],
-    ) -> tuple[list[list[int]], list[list[float]] | None]:
-        """Give an answer to each of `repeated`, and log-probabilities of its tokens if a generator gave it."""
+        self, examples: Sequence[Example], forwarding: Callable[[], AbstractContextManager[Forward]]
+    ) -> tuple[list[Example], list[Answer]]:
+        """Give the examples, each as often as it is answered and as the model has read it, and all answers."""
+        count, numbers = self._task.num_generations, self._numbers(len(examples))
+        repeated = [example for example in examples for _ in range(count)]
         if self.generators is not None:
-            numbers = self._numbers(len(prompts))
-            given = self.generators.answer(numbers, prompts)
-            old = [values for number in numbers for values in given[number]["log_probabilities"]]
-            return [tokens for number in numbers for tokens in given[number]["completions"]], old
+            given = self.generators.answer(numbers, [example.prompt for example in examples])
+            drawn = [pair for n in numbers for pair in zip(*map(given[n].get, _DRAWN), strict=True)]
+            return repeated, [self._answer(tokens, old) for tokens, old in drawn]
+        seeds = [seed for number in numbers for seed in self._seeds_of(number)]
         with forwarding() as forward:
-            # All ranks sample equally many rows.
-            sampled = self._sample([prompt or [self._fill_id] for prompt in repeated], forward)
-        return [answer if prompt else [] for prompt, answer in zip(repeated, sampled, strict=True)], None
+            if self._acting is None:
+                return repeated, self._sample([example.prompt for example in repeated], seeds, forward)
+            names = [f"{self._seed}:{number}" for number in numbers for _ in range(count)]
+            return self._acting.answer(repeated, names, seeds, forward, rows_at_once=self._rows_at_once)
 
-    def _sample(self, prompts: Sequence[list[int]], forward: Forward) -> list[list[int]]:
+    @property
+    def _rows_at_once(self) -> int:
+        return self._training.strategy.batch.micro_batch_size * self._task.num_generations
+
+    def _sample(self, prompts: Sequence[list[int]], seeds: Sequence[int], forward: Forward) -> list[Answer]:
         """Sample one answer to each of `prompts` on the ranks."""
-        numbers = self._numbers(len(prompts) // self._task.num_generations)
-        return sample_completions(
-            prompts,
-            [seed for number in numbers for seed in self._seeds_of(number)],
+        sampled = sample_completions(
+            # All ranks sample equally many rows.
+            [prompt or [self._fill_id] for prompt in prompts],
+            seeds,
             forward,
             self._limits,
             Sampling(temperature=self._task.temperature, top_k=self._task.top_k, top_p=self._task.top_p),
             topology=self._topology,
-            rows_at_once=self._training.strategy.batch.micro_batch_size * self._task.num_generations,
+            rows_at_once=self._rows_at_once,
             uses_cache=self._uses_cache,
         )
+        return [self._answer(tokens if prompt else []) for prompt, tokens in zip(prompts, sampled, strict=True)]
+
+    def _answer(self, tokens: list[int], log_probabilities: list[float] | None = None) -> Answer:
+        """Make an answer of one turn."""
+        made = Answer(
+            has_ended=bool(tokens) and tokens[-1] in self._limits.end_ids, log_probabilities=log_probabilities
+        )
+        made.draw(tokens)
+        return made
 
     def answer_held_out(self, forward: Forward) -> dict[str, list[float]]:
         """Answer the held-out prompts greedily; give figures of all answers, on all ranks. A collective."""
+        rows_at_once = self._training.args.per_device_eval_batch_size
+        if self._acting is not None:
+            return self._act_held_out(self._acting, forward, rows_at_once)
         prompts = [example.prompt for example in self._examples]
         answers = continue_prompts(
             prompts,
             forward,
             self._limits,
             topology=self._topology,
-            rows_at_once=self._training.args.per_device_eval_batch_size,
+            rows_at_once=rows_at_once,
             uses_cache=self._uses_cache,
         )
         # These lack the token that ended them, which a reward model reads.
         whole = [
-            [*answer, self._tokenizer.eos_token_id] if len(answer) < self._limits.max_new_tokens else answer
-            for answer in answers
+            self._answer(
+                [*tokens, self._tokenizer.eos_token_id] if len(tokens) < self._limits.max_new_tokens else tokens
+            )
+            for tokens in answers
         ]
-        generations = self._describe(self._examples, whole)
-        scores: dict[str, list[float]] = on_rank_zero(lambda: self._score_here(generations)[0])
-        return scores | {"completion_tokens": [float(len(tokens)) for tokens in whole]}
+        generations = self._scoring.describe(self._examples, whole)
+        scores: dict[str, list[float]] = on_rank_zero(lambda: self._scoring.score(generations, whole)[0])
+        return scores | self._figures(whole)
+
+    def _act_held_out(self, acting: Acting, forward: Forward, rows_at_once: int) -> dict[str, list[float]]:
+        """Play an episode for each held-out prompt, each data rank a share of them."""
+        topology, room = self._topology, self._limits.room()
+        share = -(-len(self._examples) // topology.data)
+        first = topology.data_rank * share
+        own = [
+            replace(example, prompt=example.prompt if room is None else example.prompt[-room:])
+            for example in self._examples[first : first + share]
+        ]
+        names = [f"{self._seed}:held-out:{first + place}" for place in range(len(own))]
+        read, answers = acting.answer(own, names, None, forward, rows_at_once=rows_at_once)
+        generations = self._scoring.describe(read, answers)
+        is_first = topology.is_first_of_replica
+        told = on_all_ranks(
+            lambda: self._scoring.score(generations, answers)[0] | self._figures(answers) if is_first else None
+        )
+        # Data ranks are in the order of their first ranks.
+        of_shares = [figures for figures in told if figures is not None]
+        return {name: [value for figures in of_shares for value in figures[name]] for name in of_shares[0]}
 
     def _read_prompts(self, batch: Batch) -> list[list[int]]:
         return [example.prompt for example in read_examples(batch, self._limits.room())]
@@ -217,60 +277,24 @@ class Rollouts:
         on_all_ranks(lambda: columns.update(stream.corpus.columns(known)))
         return [replace(one, columns=columns[number]) for one, number in zip(examples, numbers, strict=True)]
 
-    def _describe(self, examples: Sequence[Example], answers: Sequence[Sequence[int]]) -> list[Generation]:
-        """Make what rewards read of answers."""
-        return [
-            Generation(
-                prompt=self._text(example.prompt),
-                text=self._text(answer),
-                reference=self._text(example.reference),
-                columns=example.columns,
-                token_ids=(*example.prompt, *answer),
-                num_tokens=len(answer),
-                most_tokens=self._task.max_new_tokens,
-            )
-            for example, answer in zip(examples, answers, strict=True)
-        ]
-
-    def _text(self, ids: Sequence[int]) -> str:
-        return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
-
-    def _score_here(self, generations: Sequence[Generation]) -> tuple[dict[str, list[float]], list[Steps]]:
-        """Score on this rank: the weighted sums and each reward by its name; and the steps of all rewards together."""
-        scores = [reward(generations) for reward in self._rewards]
-        weights = [reward.weight for reward in self._rewards]
-        steps = [
-            add_up(own, weights, len(one.text)) for one, own in zip(generations, zip(*scores, strict=True), strict=True)
-        ]
-        named = {f"rewards/{r.name}": list(map(total, own)) for r, own in zip(self._rewards, scores, strict=True)}
-        return {"reward": list(map(total, steps))} | named, steps
-
-    def _score(self, generations: Sequence[Generation]) -> tuple[dict[str, list[float]], list[Steps]]:
+    def _score(
+        self, generations: Sequence[Generation], answers: Sequence[Answer]
+    ) -> tuple[dict[str, list[float]], list[Steps]]:
         """Score on one rank of each model replica, and give all its ranks the same."""
-        topology = self._topology
+        topology, is_first = self._topology, self._topology.is_first_of_replica
         found = on_all_ranks(
-            lambda: [topology.data_rank, self._score_here(generations) if topology.is_first_of_replica else None]
+            lambda: [topology.data_rank, self._scoring.score(generations, answers) if is_first else None]
         )
         return next(scores for rank, scores in found if scores is not None and rank == topology.data_rank)
 
-    def _figures(
-        self, scores: dict[str, list[float]], answers: Sequence[Sequence[int]], batches: Sequence[Batch]
-    ) -> dict[str, list[float]]:
-        """Give figures of the answers to what was a prompt, and of their groups, which have the same for each."""
-        if not self._topology.is_first_of_replica:
-            return {}
+    def _figures(self, answers: Sequence[Answer]) -> dict[str, list[float]]:
+        of_acting = {} if self._acting is None else self._acting.figures(answers)
+        return {"completion_tokens": [float(len(one.tokens)) for one in answers], **of_acting}
+
+    def _figures_of_groups(self, batches: Sequence[Batch], live: Sequence[int]) -> dict[str, list[float]]:
+        """Give figures of groups, which all answers of one have, in the places `live` of all answers."""
         count = self._task.num_generations
-        is_answered = torch.cat([(batch["labels"] != IGNORED).any(1) for batch in batches])
         totals = torch.cat([batch[REWARDS].sum(1) for batch in batches]).view(-1, count)
         alike = torch.cat([~differ(batch, count) for batch in batches])
         of_groups = {"reward_std": totals.std(1), "dead_groups": alike.float()}
-        lengths = [float(len(answer)) for answer in answers]
-        return {
-            **scores,
-            "completion_tokens": lengths,
-            "cut_off": [float(not self._has_ended(one)) for one in answers],
-            **{name: own.repeat_interleave(count)[is_answered].tolist() for name, own in of_groups.items()},
-        }
-
-    def _has_ended(self, answer: Sequence[int]) -> bool:
-        return bool(answer) and answer[-1] in self._limits.end_ids
+        return {name: own.repeat_interleave(count)[live].tolist() for name, own in of_groups.items()}

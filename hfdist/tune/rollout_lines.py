@@ -29,4 +29,5 @@ class RolloutLines(StepLines):
         if step % self._every == 0:
             for place, one in enumerate(generations[: self._count]):
                 rewards = {name: values[place] for name, values in scores.items()}
-                self.write({"step": step, "prompt": one.prompt, "text": one.text, **rewards})
+                turns = {"turns": [turn._asdict() for turn in one.turns]} if one.turns else {}
+                self.write({"step": step, "prompt": one.prompt, "text": one.text, **turns, **rewards})

@@ -9,6 +9,7 @@ import torch
 from hfdist.config.batch import IGNORED
 from hfdist.data.documents.examples import Example
 from hfdist.strategies.engine import Batch
+from hfdist.tune.answer import Answer
 
 REWARDS = "rewards"
 """Key in a batch: the reward of each answer, or of each of its steps; shape [rows, 1] or [rows, steps]."""
@@ -17,7 +18,7 @@ STEP_ENDS = "step_ends"
 ADVANTAGES = "advantages"
 """Key in a batch: the advantage of each answer, or of each token; shape [rows] or [rows, tokens]."""
 TRAINS = "trains"
-"""Key in a batch, if answers that were cut off do not train: whether an answer trains; shape [rows]."""
+"""Key in a batch, if some answers do not train: whether an answer trains; shape [rows]."""
 OLD_LOG_PROBABILITIES = "old_log_probabilities"
 """Key in a batch of generators' answers: log-probabilities of the tokens when they were drawn; shape [rows, tokens]."""
 
@@ -38,9 +39,9 @@ def read_examples(batch: Batch, room: int | None) -> list[Example]:
     return found
 
 
-def make_rows(prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]], *, fill_id: int) -> Batch:
-    """Make a batch with a prompt and its answer in each row."""
-    lengths = [len(prompt) + len(answer) for prompt, answer in zip(prompts, answers, strict=True)]
+def make_rows(prompts: Sequence[Sequence[int]], answers: Sequence[Answer], *, fill_id: int) -> Batch:
+    """Make a batch with a prompt and its answer in each row; the tokens that the model has drawn are targets."""
+    lengths = [len(prompt) + len(answer.tokens) for prompt, answer in zip(prompts, answers, strict=True)]
     width = max(2, *lengths)
     batch = {
         "input_ids": torch.full((len(lengths), width), fill_id),
@@ -48,9 +49,11 @@ def make_rows(prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]]
         "position_ids": torch.zeros((len(lengths), width), dtype=torch.int64),
     }
     for row, (prompt, answer, length) in enumerate(zip(prompts, answers, lengths, strict=True)):
-        ids = torch.tensor([*prompt, *answer])
-        batch["input_ids"][row, :length] = ids
-        batch["labels"][row, len(prompt) : length] = ids[len(prompt) :]
+        tokens = torch.tensor(answer.tokens, dtype=torch.int64)
+        is_drawn = torch.tensor(answer.is_drawn, dtype=torch.bool)
+        batch["input_ids"][row, : len(prompt)] = torch.tensor(prompt, dtype=torch.int64)
+        batch["input_ids"][row, len(prompt) : length] = tokens
+        batch["labels"][row, len(prompt) : length] = tokens.where(is_drawn, IGNORED)
         batch["position_ids"][row] = torch.cat([torch.arange(length), torch.arange(width - length)])
     return batch
 

@@ -17,6 +17,7 @@ WARM_UP_STEPS = 3
 STARTING, EVALUATING, SAVING, ENDING = "starting", "evaluating", "saving", "ending"
 MEETING = "meeting other islands"
 GENERATING = "waiting for generators"
+ACTING = "waiting for environments"
 """States in which a rank may be for minutes without progress. Starting ends with the first step: until then models are
 compiled, connections made and buffers filled."""
 
@@ -42,8 +43,8 @@ class Heartbeat(NamedTuple):
     longest_idle_seconds: float = 0.0
     """The most seconds between two marks so far, without evaluations, saves, and the warm-up but its last step."""
     exempt: str | None = None
-    """State without marks: STARTING, EVALUATING, SAVING, MEETING, GENERATING, ENDING or compiling; None: marks are
-    expected."""
+    """State without marks: STARTING, EVALUATING, SAVING, MEETING, GENERATING, ACTING, ENDING or compiling; None: marks
+    are expected."""
     waits_in: str | None = None
     """The collective in which it is, where that is known."""
     broken_seconds: float | None = None

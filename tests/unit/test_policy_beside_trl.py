@@ -91,10 +91,12 @@ PLAIN = {"importance_sampling_level": "token", "epsilon_low": 0.2, "epsilon_high
 UNBOUNDED = (TaskLoss.sapo, TaskLoss.vespo)
 
 
-@pytest.mark.parametrize(("beta", "spread", "masks"), [(0.0, 0.9, False), (0.7, 0.25, True)])
+@pytest.mark.parametrize(
+    ("beta", "spread", "masks", "reads"), [(0.0, 0.9, False, False), (0.7, 0.25, True, False), (0.7, 0.25, False, True)]
+)
 @pytest.mark.parametrize("name", CASES)
-def test_a_loss_is_that_of_trl(trainer, name, beta, spread, masks):
-    compare(trainer, name, *CASES[name], beta=beta, spread=spread, masks=masks)
+def test_a_loss_is_that_of_trl(trainer, name, beta, spread, masks, reads):
+    compare(trainer, name, *CASES[name], beta=beta, spread=spread, masks=masks, reads=reads)
 
 
 @pytest.mark.parametrize(
@@ -113,22 +115,27 @@ def test_what_limits_older_answers_is_that_of_trl(trainer, monkeypatch, name, ow
     ).norm() > 1e-3
 
 
-def compare(trainer, name, own, theirs, *, beta=0.0, spread, masks=False, beside=True):
+def compare(trainer, name, own, theirs, *, beta=0.0, spread, masks=False, reads=False, beside=True):
     """Compare loss and gradient with TRL's, where `beside` says so; give the gradient."""
     vars(trainer).update(PLAIN | theirs | {"beta": beta})
     model = trainer.model.train()
     sampled = {"temperature": 1.3, "max_new_tokens": MOST, "generators": 1}
     task = TaskConfig(name=TaskName.grpo, loss=name, beta=beta, **sampled, **{"clip": None} | own)
     ids, is_target, advantages, distances = make_answers(spread)
+    is_answer = is_target.clone()
+    if reads:
+        # The second token of each answer is what an environment has said.
+        is_target[:, PROMPT + 1] = False
     with torch.no_grad():
         old, reference = log_probabilities(model, ids, 1.3) - distances
     trains = torch.tensor(LENGTHS) < MOST if masks else torch.ones(len(LENGTHS), dtype=torch.bool)
-    mask = (is_target & trains[:, None])[:, PROMPT:].int()
+    mask = (is_answer & trains[:, None])[:, PROMPT:].int()
+    of_model = is_target[:, PROMPT:].int()
     inputs = {
         "prompt_ids": ids[:, :PROMPT], "prompt_mask": torch.ones_like(ids[:, :PROMPT]),
         "completion_ids": ids[:, PROMPT:], "completion_mask": mask, "advantages": advantages,
         "old_per_token_logps": old[:, PROMPT:], "ref_per_token_logps": reference[:, PROMPT:],
-        "num_items_in_batch": mask.sum(),
+        "num_items_in_batch": (mask * of_model).sum(), **({"tool_mask": of_model} if reads else {}),
     }  # fmt: skip
     loss, found, objective = ours(model, task, ids, is_target, advantages, old, reference, trains if masks else None)
     if not beside:

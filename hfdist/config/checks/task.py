@@ -9,12 +9,14 @@ from functools import reduce
 from hfdist.config.data import Packing, RowFormat, TextsConfig, TooLong, TrainOn
 from hfdist.config.plain_values import override_value, plain
 from hfdist.config.run import RunConfig
-from hfdist.config.task import PRESETS, REWARD_MODEL, SCORE, TaskConfig, TaskLoss, TaskName
+from hfdist.config.task import ENVIRONMENT, PRESETS, REWARD_MODEL, SCORE, TaskConfig, TaskLoss, TaskName
 from hfdist.errors import ConfigError
 
 _OF_TASKS = (RowFormat.preference, RowFormat.unpaired_preference, RowFormat.prompt, RowFormat.retrieval)
 _WITH_REFERENCE = ("arithmetic", "code", "code_without_landlock")
 """Rewards that compare an answer with the data's."""
+_OF_REFERENCE = ("code", "guess", "reasoning_gym")
+"""Environments that read the data's answer."""
 _SMOOTHED = (TaskLoss.robust, TaskLoss.exo_pair)
 _WITHOUT_BOUND = {
     TaskLoss.cispo: ("clip",),
@@ -185,6 +187,8 @@ def _check_embeddings(config: RunConfig) -> None:
 
 
 def _check_reinforcement(config: RunConfig) -> None:
+    _check_rewards(config)
+    _check_environment(config)
     for key in _WITHOUT_BOUND.get(config.task.loss, ()):
         if getattr(config.task, key) is not None:
             raise _misfit(config, f"task.{key}", "null", f"{config.task.loss.value} has no such bound of ratios")
@@ -199,6 +203,10 @@ def _check_reinforcement(config: RunConfig) -> None:
             allowed="<= train.global_batch_size",
             hint=f"train.global_batch_size={3 * trained}, or task.trained_prompts={read}",
         )
+    _check_generators(config)
+
+
+def _check_rewards(config: RunConfig) -> None:
     if config.task.reward_model is not None and REWARD_MODEL not in config.task.rewards:
         what, hint = "the reward model has no weight", f"'task.rewards={{{REWARD_MODEL}: 1.0}}'"
         found = ", ".join(config.task.rewards) or "none"
@@ -208,7 +216,7 @@ def _check_reinforcement(config: RunConfig) -> None:
         if RowFormat.prompt in _formats(config).values():
             hint = f"data.format=prompt_completion {hint}"
         hint += "; docs/rewards.md has others, and how to write one"
-        known = ", ".join((*_WITH_REFERENCE, "overlong", REWARD_MODEL))
+        known = ", ".join((*_WITH_REFERENCE, "overlong", REWARD_MODEL, ENVIRONMENT))
         allowed = f"{{NAME: WEIGHT}}, of {known}, or of a package of your own"
         raise ConfigError(what, where="task.rewards", found="none", allowed=allowed, hint=hint)
     compared = [name for name in config.task.rewards if name in _WITH_REFERENCE]
@@ -221,7 +229,6 @@ def _check_reinforcement(config: RunConfig) -> None:
         what, allowed = "it is not said which model gives this reward", "the folder of a reward model"
         hint = "task.reward_model=RUN/model, of a run that trains a reward model"
         raise ConfigError(what, where="task.reward_model", found="null", allowed=allowed, hint=hint)
-    _check_generators(config)
 
 
 def _check_generators(config: RunConfig) -> None:
@@ -240,3 +247,33 @@ def _check_generators(config: RunConfig) -> None:
             allowed="<= task.max_staleness + 1",
             hint=f"task.max_staleness={config.task.sync_every - 1}",
         )
+
+
+def _check_environment(config: RunConfig) -> None:
+    task, default = config.task, TaskConfig()
+    if task.environment is None:
+        for key in ("environment_url", "environment_seconds", "max_turns"):
+            if getattr(task, key) != getattr(default, key):
+                allowed = json.dumps(getattr(default, key))
+                raise _misfit(config, f"task.{key}", allowed, "without an environment a prompt has one answer")
+        if ENVIRONMENT in task.rewards:
+            what, hint = "there is no environment that gives this reward", "task.environment=guess, or another one"
+            raise ConfigError(what, where="task.rewards", found=ENVIRONMENT, hint=hint)
+        return
+    if task.uses_generators:
+        key, allowed = ("generators", "0") if task.generators else ("generators_port", "null")
+        raise _misfit(config, f"task.{key}", allowed, "generators answer in one turn: the ranks play the episodes")
+    if task.environment in _OF_REFERENCE and RowFormat.prompt in _formats(config).values():
+        what = "this environment needs the completion of the row, and prompts alone have none"
+        found, hint = f"{task.environment}, with format prompt", "data.format=prompt_completion"
+        raise ConfigError(what, where="task.environment, data.format", found=found, hint=hint)
+    is_open = task.environment == "openenv"
+    if is_open and not (task.environment_url or "").startswith(("ws://", "wss://")):
+        what, allowed = "it is not said where the server is", "ws://HOST:PORT/PATH, or wss://"
+        found = json.dumps(task.environment_url)
+        raise ConfigError(
+            what, where="task.environment_url", found=found, allowed=allowed,
+            hint="task.environment_url=ws://127.0.0.1:8000/ws",
+        )  # fmt: skip
+    if not is_open and task.environment_url is not None:
+        raise _misfit(config, "task.environment_url", "null", f"only openenv has a server, not {task.environment}")

@@ -150,7 +150,8 @@ class Encoders:
             return self._text.encode([example["text"]])[0]
         if "messages" not in example:
             return self._complete(example["prompt"], example["completion"])
-        return self._conversations.render(example["messages"], example.get("tools"), example.get("learned_from", 0))
+        tools = example.get("tools") or self._chat.tools or None
+        return self._conversations.render(example["messages"], tools, example.get("learned_from", 0))
 
     def _complete(self, prompt: str, completion: str) -> Tokens:
         """Give a prompt's own tokens, then its completion's, which are targets.
@@ -212,5 +213,8 @@ def _what_renders(tokenizer: PreTrainedTokenizerBase, chat: ChatConfig) -> list[
     with contextlib.suppress(ConfigError):
         template = None if chat.template is None else read_template(chat.template)
     settings = dataclasses.asdict(dataclasses.replace(chat, template=None)) | {"train_on": chat.train_on.value}
+    if not chat.tools:
+        # Caches of versions without this key stay.
+        del settings["tools"]
     own = tokenizer.chat_template if template is None else template
     return [own, settings, {name: str(token) for name, token in tokenizer.special_tokens_map.items()}]

@@ -16,6 +16,8 @@ _MOST_REWARDS = 8
 _MOST_PROMPTS, _MOST_ANSWERS = 12, 2
 """Of a comparison of runs: prompts, and answers of a run to each."""
 _LONGEST = 300
+_MOST_TURNS, _LONGEST_TURN = 8, 150
+"""Of an episode with an environment: turns, and characters of a turn."""
 
 _Line = Mapping[str, object]
 
@@ -73,7 +75,9 @@ def _answers(lines: Sequence[_Line], others: Sequence[_Line]) -> str:
         reward = number(line.get("reward"))
         told = "" if reward is None else f"<small>reward {reward:.4g}</small>"
         other = str(others[place].get("text") or "") if place < len(others) else None
-        cells.append(f"<pre>{_marked(str(line.get('text') or ''), other)}</pre>{told}")
+        is_episode = isinstance(line.get("turns"), list)
+        shown = _said(line) if is_episode else f"<pre>{_marked(str(line.get('text') or ''), other)}</pre>"
+        cells.append(f"{shown}{told}")
     return "".join(cells)
 
 
@@ -115,8 +119,24 @@ def _table(lines: Sequence[_Line], keys: list[str]) -> str:
 
 def _row(line: _Line, keys: list[str]) -> str:
     step = number(line.get("step"))
-    texts = (escaped_lines(line.get(key) or "", _LONGEST) for key in ("prompt", "text"))
-    cells = ["" if step is None else f"{step:,.0f}", *(f"<pre>{text}</pre>" for text in texts)]
+    prompt = f"<pre>{escaped_lines(line.get('prompt') or '', _LONGEST)}</pre>"
+    cells = ["" if step is None else f"{step:,.0f}", prompt, _said(line)]
     rewards = (number(line.get(key)) for key in keys)
     cells += ["" if reward is None else f"{reward:.4g}" for reward in rewards]
     return f"<tr>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>"
+
+
+def _said(line: _Line) -> str:
+    """Give the answer; of an episode who says what, with what the model reads in another colour."""
+    given = line.get("turns")
+    turns = [turn for turn in given if isinstance(turn, dict)] if isinstance(given, list) else []
+    if not turns:
+        return f"<pre>{escaped_lines(line.get('text') or '', _LONGEST)}</pre>"
+    said = ""
+    for turn in turns[:_MOST_TURNS]:
+        own = "" if turn.get("role") == "assistant" else ' class="observed"'
+        speaker = " ".join(str(turn[key]) for key in ("role", "name") if turn.get(key))
+        text = escaped_lines(turn.get("text") or "", _LONGEST_TURN)
+        said += f"<small>{escaped(speaker, 40)}</small><pre{own}>{text}</pre>"
+    more = len(turns) - _MOST_TURNS
+    return said + (f"<small>{more} more turns</small>" if more > 0 else "")

@@ -25,7 +25,7 @@ from hfdist.strategies.engine import Batch, Forward
 from hfdist.strategies.held import is_partitioned
 from hfdist.topology import Topology
 from hfdist.trainer.generation.limits import GenerationLimits
-from hfdist.trainer.generation.score import ROWS, Score, likeliest, logits_of
+from hfdist.trainer.generation.score import BUDGETS, ROWS, Score, likeliest, logits_of
 from hfdist.trainer.generation.slots import Slots
 
 logger = logging.getLogger(__name__)
@@ -54,7 +54,7 @@ def continue_rows(
         forward: runs forwards in the layout.
         limits: where a continuation ends.
         score: chooses the next token.
-        extras: what `score` needs of each row, tensors of shape [rows, ...].
+        extras: what `score` needs of each row, tensors of shape [rows, ...]; and `BUDGETS`, if rows have their own.
         topology: the place of this rank.
         rows_at_once: the most rows of this data rank in a forward.
         uses_cache: whether they are continued with a cache where the layout lets it; see `can_generate`.
@@ -62,10 +62,11 @@ def continue_rows(
     Returns:
         The new tokens of each row, the one that ended it included, on all ranks of the model replica.
     """
-    room = limits.room()
-    rows = [list(prompt if room is None else prompt[-room:]) for prompt in prompts]
+    limits.room()
+    most = torch.full((len(prompts),), limits.max_new_tokens)
+    needed = {ROWS: torch.arange(len(prompts)), BUDGETS: most, **(extras or {})}
+    rows = [limits.cut(prompt, own) for prompt, own in zip(prompts, needed[BUDGETS].tolist(), strict=True)]
     arguments = (forward, limits, score, topology)
-    needed = {ROWS: torch.arange(len(rows)), **(extras or {})}
     written = _continue_in_slots(rows, needed, *arguments, rows_at_once) if uses_cache else []
     # Also in a pipeline whose stages cannot have a cache each, which shows in the first call.
     for start in range(0 if not written else len(rows), len(rows), rows_at_once):
@@ -162,6 +163,7 @@ def _recompute_rows(
 ) -> list[list[int]]:
     """Continue token by token, until the rows of all data ranks have ended."""
     whole = [list(ids) for ids in rows]
+    budgets = exchange([extras[BUDGETS][:, None]], len(rows), 1, topology).squeeze(-1)
     ends = torch.tensor(sorted(limits.end_ids), dtype=torch.long)
     is_done = torch.zeros(topology.data, len(rows), dtype=torch.bool)
     for num_before in range(limits.max_new_tokens):
@@ -176,9 +178,11 @@ def _recompute_rows(
         }
         values = forward(batch, partial(next_tokens, score=score, num_before=num_before))
         new = exchange(values, len(rows), 1, topology).squeeze(-1)
-        for ids, token in zip(whole, new[topology.data_rank].tolist(), strict=True):
-            ids.append(token)
-        is_done |= torch.isin(new, ends)
+        for ids, most, token in zip(whole, extras[BUDGETS].tolist(), new[topology.data_rank].tolist(), strict=True):
+            # Later tokens of a row that has ended are dropped; beyond its budget the model may have no places for them.
+            if num_before < most:
+                ids.append(token)
+        is_done |= torch.isin(new, ends) | (budgets <= num_before + 1)
         if is_done.all():
             break
     return [ids[len(prompt) :] for ids, prompt in zip(whole, rows, strict=True)]

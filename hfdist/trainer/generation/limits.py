@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,6 +34,10 @@ class GenerationLimits:
             allowed = f"< {self.most_tokens}, the positions of the model"
             raise ConfigError(what, where=self.where, found=self.max_new_tokens, allowed=allowed)
         return self.most_tokens - self.max_new_tokens
+
+    def cut(self, prompt: Sequence[int], budget: int) -> list[int]:
+        """Give the end of a prompt, as much as leaves the model room for `budget` new tokens."""
+        return list(prompt if self.most_tokens is None else prompt[-(self.most_tokens - budget) :])
 
 
 def find_limits(

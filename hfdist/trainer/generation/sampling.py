@@ -23,6 +23,8 @@ from hfdist.trainer.generation.score import ROWS, Score
 
 _KEYS = "keys"
 """Name among the extras of the keys of the rows' noise."""
+_BEFORE = "before"
+"""Name among the extras of the number of tokens before, of rows that go on; int64 of shape [rows, 1]."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -92,15 +94,22 @@ def sample_completions(
     )
 
 
-def make_score(seeds: Sequence[int], sampling: Sampling) -> tuple[Score, Batch]:
-    """Give what draws the tokens of rows with these seeds, and what it needs of each row: see `continue_rows`."""
-    return partial(perturb, warpers=sampling.warpers()), {_KEYS: split_seeds(seeds)}
+def make_score(seeds: Sequence[int], sampling: Sampling, *, before: Sequence[int] | None = None) -> tuple[Score, Batch]:
+    """Give what draws the tokens of rows with these seeds, and what it needs of each row: see `continue_rows`.
+
+    `before`: number of tokens after which each row goes on, so that its noise does, too; None: all rows begin.
+    """
+    extras = {_KEYS: split_seeds(seeds)}
+    if before is not None:
+        extras[_BEFORE] = torch.tensor(before, dtype=torch.int64)[:, None]
+    return partial(perturb, warpers=sampling.warpers()), extras
 
 
 def perturb(
     logits: torch.Tensor, extras: Batch, num_before: int | torch.Tensor, *, warpers: LogitsProcessorList
 ) -> torch.Tensor:
     """Add each row's noise to its warped logits, which are log-probabilities but for a constant; float32."""
+    num_before = num_before + extras[_BEFORE] if _BEFORE in extras else num_before
     # None of these warpers reads what has been written.
     unread: Any = None
     return gumbel_noise(extras[_KEYS], num_before, logits.shape[-1]).add_(warpers(unread, logits))

@@ -11,6 +11,8 @@ from hfdist.strategies.engine import Batch
 
 ROWS = "rows"
 """Name among the extras of the rows' numbers, int64 of shape [rows], which are always there."""
+BUDGETS = "budgets"
+"""Name among the extras of the most new tokens of each row, int64 of shape [rows]; those of the limits without it."""
 Score = Callable[[torch.Tensor, Batch, "int | torch.Tensor"], torch.Tensor]
 """(logits, extras, number of new tokens before) -> scores, of which the highest is the next token's.
 

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from hfdist.models.slot_cache import SlotCache, next_logits
 from hfdist.strategies.engine import Batch
 from hfdist.trainer.generation.limits import GenerationLimits
-from hfdist.trainer.generation.score import ROWS, Score
+from hfdist.trainer.generation.score import BUDGETS, ROWS, Score
 
 _REFILLED_SHARE = 1 / 8
 """The share of slots that must be free before prompts are read for them: reading costs a forward."""
@@ -38,7 +38,8 @@ class Slots:
     Args:
         model: with all blocks.
         prompts: tokens of each row.
-        extras: what `score` needs of each row, tensors of shape [rows, ...] on the model's device, and `ROWS`.
+        extras: what `score` needs of each row, tensors of shape [rows, ...] on the model's device, `ROWS` and
+            `BUDGETS`.
         limits: where a row ends.
         score: chooses the next token.
         num_slots: the most rows of a forward, >= 1.
@@ -57,6 +58,7 @@ class Slots:
         waits: bool,
     ) -> None:
         self._model, self._prompts, self._extras, self._device = model, prompts, extras, extras[ROWS].device
+        self._budgets: list[int] = extras[BUDGETS].tolist()
         self._limits, self._score, self._num_slots, self._waits = limits, score, num_slots, waits
         self._numbers = list(accumulate((own != before for before, own in pairwise(prompts)), initial=0))
         """A number for each row, the same for neighbours with equal prompts."""
@@ -120,7 +122,7 @@ class Slots:
         for row, token in zip(rows, tokens.tolist(), strict=True):
             self._written[row].append(token)
         return [
-            self._written[row][-1] not in self._limits.end_ids and len(self._written[row]) < self._limits.max_new_tokens
+            self._written[row][-1] not in self._limits.end_ids and len(self._written[row]) < self._budgets[row]
             for row in rows
         ]
 

@@ -101,8 +101,26 @@ def test_a_page_of_one_run_is_small_whatever_it_has(tmp_path):
     assert {*re.findall(r"M[\d.]+ (\d)\.08h", content)} == {*map(str, range(8))}
 
 
+def test_an_episode_is_shown_as_a_conversation(tmp_path):
+    call = '<tool_call>{"name": "calculator"}</tool_call>'
+    turns = [
+        {"role": "assistant", "text": call, "name": ""},
+        {"role": "tool", "text": "4731", "name": "calculator"},
+        *[{"role": "assistant", "text": "so", "name": ""}] * 9,
+    ]
+    answers = [{"step": 1, "prompt": "57*83=", "text": "so", "turns": turns, "reward": 1.0}]
+    write_run(tmp_path / "a", lines=[rewarded_line(1)], rollouts=answers, task="grpo")
+    write_run(tmp_path / "b", lines=[rewarded_line(1)], rollouts=answers, task="grpo")
+    for content in (html(tmp_path / "a"), html(tmp_path / "a", tmp_path / "b")):
+        assert '<small>tool calculator</small><pre class="observed">4731</pre>' in content
+        assert "<small>assistant</small><pre>&lt;tool_call&gt;" in content
+        assert "3 more turns" in content
+
+
 def test_pages_of_runs_by_rewards_are_small(tmp_path):
-    answers = [{"step": step, "prompt": "p" * 5000, "text": "x" * 5000, "reward": 1.0} for step in range(1000)]
+    turns = [{"role": "assistant", "text": "x" * 5000}] * 50
+    texts = {"prompt": "p" * 5000, "text": "x" * 5000, "turns": turns}
+    answers = [{"step": step, **texts, "reward": 1.0} for step in range(1000)]
     for name, num_steps in (("long", 6_000), ("a", 1500)):
         lines = [rewarded_line(step) for step in range(1, num_steps + 1)]
         lines += [{"step": step, "eval_loss": -0.5, "eval_reward": 0.5} for step in range(0, num_steps, 50)]
@@ -145,7 +163,10 @@ def test_texts_of_a_run_are_text_alone(tmp_path):
             ],
             ranks=[rank_line(step, slow={1}) for step in range(1, 9)],
             samples=[{"step": 1, "prompt": HOSTILE, "text": HOSTILE}],
-            rollouts=[{"step": 1, "prompt": HOSTILE, "text": HOSTILE, "reward": 1.0, f"rewards/{HOSTILE}": 1.0}],
+            rollouts=[
+                {"step": 1, "prompt": HOSTILE, "text": HOSTILE, "reward": 1.0, f"rewards/{HOSTILE}": 1.0},
+                {"step": 1, "prompt": "p", "turns": [{"role": HOSTILE, "name": HOSTILE, "text": HOSTILE}]},
+            ],
             state="failed",
             error=HOSTILE,
             hosts=[HOSTILE] * 4,
@@ -185,7 +206,7 @@ def test_no_value_of_a_file_breaks_it(tmp_path, kind):
         | {"bytes": 1, "seconds": 1, "stall_seconds": 1, "layout": {}, "changes": [], "kind": "x", "text": "y"},
         "ranks": rank_line(3),
         "samples": {"step": 1, "prompt": "a", "text": "b"},
-        "rollouts": {"step": 1, "prompt": "a", "text": "b", "reward": 1.0, "rewards/a": 1.0},
+        "rollouts": {"step": 1, "prompt": "a", "text": "b", "turns": [{"role": "x"}], "reward": 1.0, "rewards/a": 1.0},
         "traffic": SENT | {"axes": {}, "step": 4},
         "planned": {"traffic": [PLANNED["traffic"][0]], "time": PLANNED["time"], "axis": "data", "sent_bytes": 1}
         | PLANNED["time"],

@@ -1,0 +1,76 @@
+"""Environments by name: built in, or an entry point of an installed package."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable, Mapping
+from functools import partial
+from types import MappingProxyType
+
+from hfdist.config.task import TaskConfig
+from hfdist.environments.calculator import Calculator
+from hfdist.environments.code import Code
+from hfdist.environments.environment import Environment
+from hfdist.environments.guess import Guess
+from hfdist.environments.openenv import OpenEnv
+from hfdist.environments.reasoning_gym import ReasoningGym
+from hfdist.environments.tools import Schema, describe_tools
+from hfdist.errors import ConfigError
+from hfdist.plugins import load_plugin
+from hfdist.rewards.code import code
+from hfdist.rewards.generation import Generation
+
+GROUP = "hfdist.environments"
+"""Group of entry points, in a package's pyproject.toml: `[project.entry-points."hfdist.environments"]`."""
+_WHERE = "task.environment"
+
+Factory = Callable[[], Environment]
+"""Makes the environment of an episode."""
+
+BUILT_IN: Mapping[str, type[Environment]] = MappingProxyType(
+    {"calculator": Calculator, "code": Code, "guess": Guess, "openenv": OpenEnv, "reasoning_gym": ReasoningGym}
+)
+_PACKAGES = {"openenv": ("websockets", "'websockets>=15'"), "reasoning_gym": ("reasoning_gym", "reasoning-gym")}
+"""By name: the module that it needs besides hfdist's own, and its package."""
+
+
+def load_environment(task: TaskConfig) -> Factory:
+    """Find `task.environment`, and import the package that offers it.
+
+    Raises:
+        ConfigError: no installed package offers it, a package is missing, this machine cannot confine programs, or what
+            is offered makes no environment.
+    """
+    name = task.environment
+    assert name is not None
+    if name in _PACKAGES:
+        module, package = _PACKAGES[name]
+        if importlib.util.find_spec(module) is None:
+            what = "this environment needs a package that is not installed"
+            raise ConfigError(what, where=_WHERE, found=f"{name}, without {module}", hint=f"pip install {package}")
+    if name == "openenv":
+        assert task.environment_url is not None  # checked with the config
+        return partial(OpenEnv, task.environment_url, task.environment_seconds)
+    if name == "code":
+        # An error where programs cannot be confined.
+        code([Generation(prompt="", text="", reference="assert True")])
+    if name in BUILT_IN:
+        return BUILT_IN[name]
+    expected = "a class without arguments that derives from hfdist.environments.Environment"
+    factory: Factory = load_plugin(
+        GROUP, name, kind="environment", expected=expected, where=_WHERE, hint=f"{_WHERE}={{}}", built_in=BUILT_IN
+    )
+    try:
+        made: object = factory()
+    except Exception as error:  # whatever a package raises
+        what = f"the environment cannot be made: {type(error).__name__}: {error}"
+        raise ConfigError(what, where=_WHERE, found=name, allowed=expected) from error
+    if not isinstance(made, Environment):
+        what, found = "what the package offers is no environment", f"{name}, a {type(made).__name__}"
+        raise ConfigError(what, where=_WHERE, found=found, allowed=expected)
+    return factory
+
+
+def offered_tools(task: TaskConfig) -> list[Schema]:
+    """Give the JSON schemas of the tools of `task.environment`; ConfigError: see the two functions that this calls."""
+    return describe_tools(load_environment(task)().tools(), where=_WHERE, found=str(task.environment))

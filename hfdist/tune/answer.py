@@ -1,0 +1,40 @@
+"""What the model has said to a prompt: one turn, or an episode with an environment."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from hfdist.rewards.generation import Turn
+
+
+@dataclass(kw_only=True)
+class Answer:
+    """The tokens after a prompt, exactly as they were drawn and read."""
+
+    tokens: list[int] = field(default_factory=list)
+    is_drawn: list[bool] = field(default_factory=list)
+    """Which tokens the model has drawn; the others are what it has read of an environment."""
+    has_ended: bool = False
+    """Whether the model has ended it, or the environment; else it was cut off."""
+    log_probabilities: list[float] | None = None
+    """Of the drawn tokens, when they were drawn; None: the weights of this step have drawn them."""
+    turns: list[Turn] = field(default_factory=list)
+    """What was said in an episode. What the model has read is known on the first rank of a model replica alone."""
+    num_turns: int = 0
+    """Turns of the model."""
+    num_calls: int = 0
+    """Tools that it has called."""
+    reward: float = 0.0
+    """What the environment has given."""
+    fault: str | None = None
+    """Why the environment has failed; None: it has not."""
+
+    def draw(self, tokens: list[int]) -> None:
+        """Add what the model has drawn."""
+        self.tokens += tokens
+        self.is_drawn += [True] * len(tokens)
+
+    def read(self, tokens: list[int]) -> None:
+        """Add what the model has read."""
+        self.tokens += tokens
+        self.is_drawn += [False] * len(tokens)
