@@ -38,10 +38,10 @@ _LEAST_TOKENS = 256
 """On a CPU, calls for the documents of a shorter sequence cost more than its mask."""
 _DOCUMENTS = ((40, 1, 23, 18), (7, 35, 40))
 """Lengths in each sequence: longer and shorter than the window of a small model."""
-_WATCHED = "varlen_watched"
+_NOTED = "varlen_noted"
 """Name in transformers' registries of an attention whose calls are noted."""
 _NOT_REPLACEABLE = "the model has no attention that transformers lets us replace"
-_BREAKS_COMPILED = "compiled blocks would be left for each document: only a GPU's kernel for 16 bits takes all at once"
+_LEAVES_BLOCKS = "compiled blocks would be left for each document: only a GPU's kernel for 16 bits takes all at once"
 
 
 def choose_attention(config: RunConfig, architecture: PreTrainedConfig, device_type: str) -> str | None:
@@ -67,7 +67,7 @@ def choose_attention(config: RunConfig, architecture: PreTrainedConfig, device_t
     if reason is None:
         name, reason = find_by_documents(architecture, scores=config.task.name.traits.scores)
     if reason is None and name != BY_DOCUMENTS["sdpa"] and _is_compiled(config, device_type):
-        reason = _BREAKS_COMPILED
+        reason = _LEAVES_BLOCKS
     if reason is None:
         architecture._attn_implementation = name
     elif asked is Attention.varlen:
@@ -75,7 +75,7 @@ def choose_attention(config: RunConfig, architecture: PreTrainedConfig, device_t
             f"attention cannot go document by document here: {reason}",
             where="model.attention",
             found=f"varlen, of {architecture.model_type}, with train.compile={config.train.compile.value}",
-            hint="train.compile=none, or model.attention=auto" if reason == _BREAKS_COMPILED else "model.attention=auto",
+            hint="train.compile=none, or model.attention=auto" if reason == _LEAVES_BLOCKS else "model.attention=auto",
         )
     return reason
 
@@ -108,7 +108,7 @@ def _why_not_compiled(config: RunConfig, architecture: PreTrainedConfig, device_
     fits = size > 0 and size % HEAD_MULTIPLE == 0 and size <= LARGEST_HEAD
     has_dropout = bool(getattr(text, "attention_dropout", 0.0))
     takes_all = device_type == "cuda" and is_half and HAS_KERNEL and fits and not has_dropout
-    return _BREAKS_COMPILED if _is_compiled(config, device_type) and not takes_all else None
+    return _LEAVES_BLOCKS if _is_compiled(config, device_type) and not takes_all else None
 
 
 @unset_fake_temporarily()
@@ -132,9 +132,9 @@ def find_by_documents(architecture: PreTrainedConfig, *, scores: bool = False) -
                 return None, _NOT_REPLACEABLE
             expected = _run(masked)
             with _seeing_calls(name) as calls:
-                found = _run(_make(small, _WATCHED, scores))
+                found = _run(_make(small, _NOTED, scores))
         except Exception as error:  # whatever a model raises that cannot be made small, or does more with masks
-            if isinstance(error, KeyError) and error.args == (_WATCHED,):
+            if isinstance(error, KeyError) and error.args == (_NOTED,):
                 return None, _NOT_REPLACEABLE
             return None, f"a small model cannot be tried so: {first_line(error)}"
     if not any(calls):
@@ -183,7 +183,7 @@ def _run(model: PreTrainedModel) -> list[torch.Tensor]:
 
 @contextmanager
 def _seeing_calls(name: str) -> Iterator[list[bool]]:
-    """Let `_WATCHED` do what `name` does within the block, and note of each call whether it got borders of documents."""
+    """Let `_NOTED` do what `name` does, and note of each call whether it got borders of documents."""
     calls: list[bool] = []
     attend = ALL_ATTENTION_FUNCTIONS[name]
 
@@ -193,6 +193,6 @@ def _seeing_calls(name: str) -> Iterator[list[bool]]:
         calls.append(torch.is_tensor(attention_mask) and attention_mask.ndim <= 2)
         return attend(module, query, key, value, attention_mask, **more)
 
-    AttentionInterface.register(_WATCHED, seen)
-    AttentionMaskInterface.register(_WATCHED, ALL_MASK_ATTENTION_FUNCTIONS[name])
+    AttentionInterface.register(_NOTED, seen)
+    AttentionMaskInterface.register(_NOTED, ALL_MASK_ATTENTION_FUNCTIONS[name])
     yield calls

@@ -43,7 +43,7 @@ def unknown_key(key: str, value: object, place: str, request: Request) -> Config
     return ConfigError(what, where=where, found=value, allowed=allowed, hint=hint)
 
 
-def check_keys(values: Mapping[str, Any], request: Request) -> None:
+def check_keys(values: Mapping[object, Any], request: Request) -> None:
     """Raise a ConfigError on keys that the dataclasses do not know: `+key=value` adds them in spite of the types."""
     as_given = {override.key: override.value_text for override in request.overrides}
     for key, value in unknown_keys(values):
