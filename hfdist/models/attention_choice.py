@@ -40,15 +40,15 @@ _LEAST_TOKENS = 256
 """On a CPU, calls for the documents of a shorter sequence cost more than its mask."""
 _DOCUMENTS = ((40, 1, 23, 18), (7, 35, 40))
 """Lengths in each sequence: longer and shorter than the window of a small model."""
-_ASKED = "varlen_asked"
-"""Name in transformers' registries under which the trial is watched."""
-_ONE_OF_ITS_OWN = "the model has no attention that transformers lets us replace"
+_NOTED = "varlen_noted"
+"""Name in transformers' registries of an attention whose calls are noted."""
+_NOT_REPLACEABLE = "the model has no attention that transformers lets us replace"
 _CLASSES: Mapping[Head, Any] = {
     Head.tokens: MODEL_FOR_CAUSAL_LM_MAPPING,
     Head.score: MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
     Head.none: MODEL_MAPPING,
 }
-_LEFT_FOR_EACH = "compiled blocks would be left for each document: only a GPU's kernel for 16 bits takes all at once"
+_LEAVES_BLOCKS = "compiled blocks would be left for each document: only a GPU's kernel for 16 bits takes all at once"
 
 
 def choose_attention(config: RunConfig, architecture: PreTrainedConfig, device_type: str) -> str | None:
@@ -74,7 +74,7 @@ def choose_attention(config: RunConfig, architecture: PreTrainedConfig, device_t
     if reason is None:
         name, reason = find_by_documents(architecture, head=config.task.name.traits.head)
     if reason is None and name != BY_DOCUMENTS["sdpa"] and _is_compiled(config, device_type):
-        reason = _LEFT_FOR_EACH
+        reason = _LEAVES_BLOCKS
     if reason is None:
         architecture._attn_implementation = name
     elif asked is Attention.varlen:
@@ -82,7 +82,7 @@ def choose_attention(config: RunConfig, architecture: PreTrainedConfig, device_t
             f"attention cannot go document by document here: {reason}",
             where="model.attention",
             found=f"varlen, of {architecture.model_type}, with train.compile={config.train.compile.value}",
-            hint="train.compile=none, or model.attention=auto" if reason == _LEFT_FOR_EACH else "model.attention=auto",
+            hint="train.compile=none, or model.attention=auto" if reason == _LEAVES_BLOCKS else "model.attention=auto",
         )
     return reason
 
@@ -115,7 +115,7 @@ def _why_not_compiled(config: RunConfig, architecture: PreTrainedConfig, device_
     fits = size > 0 and size % HEAD_MULTIPLE == 0 and size <= LARGEST_HEAD
     has_dropout = bool(getattr(text, "attention_dropout", 0.0))
     takes_all = device_type == "cuda" and is_half and HAS_KERNEL and fits and not has_dropout
-    return _LEFT_FOR_EACH if _is_compiled(config, device_type) and not takes_all else None
+    return _LEAVES_BLOCKS if _is_compiled(config, device_type) and not takes_all else None
 
 
 @unset_fake_temporarily()
@@ -136,16 +136,16 @@ def find_by_documents(architecture: PreTrainedConfig, *, head: Head = Head.token
             masked = _make(small, None, head)
             name = BY_DOCUMENTS.get(str(masked.config.get_text_config(decoder=True)._attn_implementation))
             if name is None:
-                return None, _ONE_OF_ITS_OWN
+                return None, _NOT_REPLACEABLE
             expected = _run(masked)
             with _seeing_calls(name) as calls:
-                found = _run(_make(small, _ASKED, head))
+                found = _run(_make(small, _NOTED, head))
         except Exception as error:  # whatever a model raises that cannot be made small, or does more with masks
-            if isinstance(error, KeyError) and error.args == (_ASKED,):
-                return None, _ONE_OF_ITS_OWN
+            if isinstance(error, KeyError) and error.args == (_NOTED,):
+                return None, _NOT_REPLACEABLE
             return None, f"a small model cannot be tried so: {first_line(error)}"
     if not any(calls):
-        return None, "the model looks for no documents in positions" if calls else _ONE_OF_ITS_OWN
+        return None, "the model looks for no documents in positions" if calls else _NOT_REPLACEABLE
     largest = max(_largest(tensor) for tensor in expected[1:])
     for wanted, got in zip(expected, found, strict=True):
         floor = 0.0 if wanted is expected[0] else _FLOOR * largest
@@ -189,7 +189,7 @@ def _run(model: PreTrainedModel) -> list[torch.Tensor]:
 
 @contextmanager
 def _seeing_calls(name: str) -> Iterator[list[bool]]:
-    """Let `_ASKED` do what `name` does within the block, and note of each call whether it got borders of documents."""
+    """Let `_NOTED` do what `name` does, and note of each call whether it got borders of documents."""
     calls: list[bool] = []
     attend = ALL_ATTENTION_FUNCTIONS[name]
 
@@ -199,6 +199,6 @@ def _seeing_calls(name: str) -> Iterator[list[bool]]:
         calls.append(torch.is_tensor(attention_mask) and attention_mask.ndim <= 2)
         return attend(module, query, key, value, attention_mask, **more)
 
-    AttentionInterface.register(_ASKED, seen)
-    AttentionMaskInterface.register(_ASKED, ALL_MASK_ATTENTION_FUNCTIONS[name])
+    AttentionInterface.register(_NOTED, seen)
+    AttentionMaskInterface.register(_NOTED, ALL_MASK_ATTENTION_FUNCTIONS[name])
     yield calls

@@ -126,13 +126,24 @@ class EngineTrainer(transformers.Trainer):
         """Let the engine run forward and backward of one micro batch."""
         if self.engine is None:
             return super().training_step(model, inputs, num_items_in_batch)
-        self._steps_run.add("training_step")
-        self._check_trained()
+        if "training_step" not in self._steps_run:
+            self._steps_run.add("training_step")
+            self._check_trained()
         # Those without a schedule want to be told, whatever a callback has told them.
         cast(AcceleratedOptimizer, self.optimizer).train()
         hooks = self.hooks(model)
         with self.router_loss.training(hooks):
             return self.engine.forward_backward(inputs, num_items_in_batch, hooks)
+
+    def _prepare_input(self, data: Any) -> Any:
+        """As the original, which also asks for the device of each tensor that lies there already."""
+        is_there = isinstance(data, torch.Tensor) and self.engine is not None and data.device == self._device
+        # DeepSpeed may want another dtype.
+        return data if is_there and not self.is_deepspeed_enabled else super()._prepare_input(data)
+
+    @cached_property
+    def _device(self) -> torch.device:
+        return self.args.device
 
     def compute_loss(
         self,

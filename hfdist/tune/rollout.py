@@ -17,7 +17,6 @@ import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hfdist.collectives import on_all_ranks, on_rank_zero
-from hfdist.config.batch import IGNORED
 from hfdist.config.run import RunConfig
 from hfdist.data.documents.examples import Example
 from hfdist.data.stream.token_stream import DOCUMENTS

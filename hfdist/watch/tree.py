@@ -23,6 +23,7 @@ BEATS_UNTIL_NOTED = 1.5
 """Beats for which a rank may be silent before the ranks above it hear of that."""
 
 _PAUSE_BEATS = 3
+"""Beats without a look at the others after which this process itself must have been stopped."""
 
 
 class Digest(NamedTuple):
@@ -125,6 +126,7 @@ class Below:
         self._silent: dict[int, dict[int, float]] = {}
         """By rank that has told each: how long those below it were silent then."""
         self._looked = now
+        """When `digest` was last called."""
 
     def __contains__(self, number: int) -> bool:
         return number in self._path

@@ -26,11 +26,17 @@ _PATHS = {
     SourceKind.hub: ("a dataset's Hub id or saved folder", "..."),
     SourceKind.tokens: ("the folder that recipes/pretokenize.py wrote", "runs/NAME/tokens"),
 }
-_OURS = (
-    "messages tools add_generation_prompt conversations chat_template documents return_assistant_tokens_mask "
-    "continue_final_message"
+_NOT_FROM_CONFIG = (
+    "messages",
+    "tools",
+    "add_generation_prompt",
+    "conversations",
+    "chat_template",
+    "documents",
+    "return_assistant_tokens_mask",
+    "continue_final_message",
 )
-"""Variables of a chat template that do not come from the user."""
+"""Variables of a chat template that the rows, or transformers, give."""
 
 
 def check_data(data: DataConfig) -> None:
@@ -109,7 +115,7 @@ def _check_mappings(data: DataConfig) -> None:
 
 
 def _check_columns(key: str, columns: Mapping[str, object], formats: set[RowFormat]) -> None:
-    """ConfigError: one is of none of the formats, or is no column."""
+    """Check a mapping of columns; ConfigError: a name is of none of the formats, or names no column."""
     names = [name for one in sorted(formats, key=lambda one: one.value) for name in COLUMNS[one]]
     for name, paths in columns.items():
         if name not in names:
@@ -139,7 +145,7 @@ def _check_chat(chat: ChatConfig) -> None:
         hint = "data.chat.template=chatml"
         raise ConfigError(what, where=where, found=chat.template, allowed=allowed, hint=hint)
     for name in chat.template_arguments:
-        if name in _OURS.split():
+        if name in _NOT_FROM_CONFIG:
             what, where = "this variable of the template comes from the data", f"data.chat.template_arguments.{name}"
             raise ConfigError(what, where=where, allowed="any other name, such as enable_thinking")
 

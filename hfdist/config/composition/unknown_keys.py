@@ -5,8 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from omegaconf import DictConfig, OmegaConf
-
 from hfdist.config.composition.aliases import override_for, reason_against
 from hfdist.config.composition.options import defaults_line, join_names, overrides_in_yaml
 from hfdist.config.composition.other_trainers import VALUES
@@ -45,9 +43,8 @@ def unknown_key(key: str, value: object, place: str, request: Request) -> Config
     return ConfigError(what, where=where, found=value, allowed=allowed, hint=hint)
 
 
-def check_keys(config: DictConfig, request: Request) -> None:
+def check_keys(values: Mapping[object, Any], request: Request) -> None:
     """Raise a ConfigError on keys that the dataclasses do not know: `+key=value` adds them in spite of the types."""
-    values: Any = OmegaConf.to_container(config, resolve=False)
     as_given = {override.key: override.value_text for override in request.overrides}
     for key, value in unknown_keys(values):
         raise unknown_key(key, as_given.get(key, value), COMMAND_LINE, request)

@@ -48,7 +48,9 @@ def propagate_nan(loss: torch.Tensor) -> torch.Tensor:
 
     An infinite loss may have finite gradients, and then the other ranks would never know.
     """
-    return loss * (1 + 0 * loss.detach())
+    own = loss.detach()
+    # exp(0) = 1, or NaN: without Python's numbers, of which torch makes a tensor each.
+    return loss * (own - own).exp_()
 
 
 class NonfiniteGuard:
