@@ -15,7 +15,9 @@ from hfdist.rewards.code import SANDBOXED
 from hfdist.strategies.base import Strategy
 from hfdist.trainer.step.objective import Objective
 from hfdist.tune.distill import Distillation
+from hfdist.tune.kept_teacher import KeptTeacher
 from hfdist.tune.learned_reward import LearnedReward
+from hfdist.tune.own_answers import OwnAnswers
 from hfdist.tune.policy import PolicyGradient
 from hfdist.tune.preference import Preferences
 from hfdist.tune.reference import ReferenceTable
@@ -43,8 +45,10 @@ def make_objective(
         case TaskName.reward:
             return RewardPairs()
         case TaskName.distill:
-            assert task.teacher is not None  # checked with the config
-            return Distillation(task, Teacher(task.teacher, layout=strategy, arguments=arguments))
+            teacher = Teacher(task, layout=strategy, arguments=arguments)
+            if task.teacher_top_k is not None:
+                return Distillation(task, KeptTeacher(config.run.folder.teacher, teacher, task))
+            return Distillation(task, teacher, OwnAnswers(config, tokenizer) if task.on_policy else None)
         case TaskName.grpo | TaskName.rloo:
             rollouts = Rollouts(
                 config,

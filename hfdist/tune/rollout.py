@@ -110,7 +110,7 @@ class Rollouts:
         """
         count = self._task.num_generations
         room = self._limits.room()
-        examples = [example for batch in batches for example in _examples(batch, room)]
+        examples = [example for batch in batches for example in split_examples(batch, room)]
         examples = self._with_columns(examples, [batch[DOCUMENTS].tolist() for batch in batches if DOCUMENTS in batch])
         repeated = [example for example in examples for _ in range(count)]
         prompts = [example.prompt for example in repeated]
@@ -130,7 +130,7 @@ class Rollouts:
         built, first = [], 0
         for of_prompts in batches:
             rows = slice(first, first + len(of_prompts["input_ids"]) * count)
-            batch = _rows(prompts[rows], answers[rows], fill_id=self._fill_id)
+            batch = answer_rows(prompts[rows], answers[rows], fill_id=self._fill_id)
             if self._task.mask_truncated:
                 batch[TRAINS] = torch.tensor([self._has_ended(answer) for answer in answers[rows]])
             if old is not None:
@@ -191,24 +191,17 @@ class Rollouts:
         return scores | {"completion_tokens": [float(len(tokens)) for tokens in whole]}
 
     def _read_prompts(self, batch: Batch) -> list[list[int]]:
-        return [example.prompt for example in _examples(batch, self._limits.room())]
+        return [example.prompt for example in split_examples(batch, self._limits.room())]
 
     @property
     def _fill_id(self) -> int:
-        tokenizer = self._tokenizer
-        return int(tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id)
+        return fill_id(self._tokenizer)
 
     def _numbers(self, num_prompts: int) -> list[int]:
-        """Numbers in the run's data of the prompts that this rank has read last."""
-        topology = self._topology
-        first = self._training.num_samples() - num_prompts * topology.data
-        return [first + place * topology.data + topology.data_rank for place in range(num_prompts)]
+        return prompt_numbers(self._training, num_prompts)
 
     def _seeds_of(self, number: int) -> list[int]:
-        """Give a seed for each answer to the prompt with this number."""
-        texts = (f"{self._seed}:{number}:{own}" for own in range(self._task.num_generations))
-        digests = (hashlib.blake2b(text.encode(), digest_size=8).digest() for text in texts)
-        return [int.from_bytes(digest, "little") for digest in digests]
+        return answer_seeds(self._seed, number, self._task.num_generations)
 
     def _with_columns(self, examples: list[Example], documents: Sequence[Sequence[int]]) -> list[Example]:
         """Add the other columns of the rows, where the stream tells which documents they are. A collective then."""
@@ -288,7 +281,26 @@ class RolloutLines(StepLines):
                 self.write({"step": step, "prompt": one.prompt, "text": one.text, **rewards})
 
 
-def _examples(batch: Batch, room: int | None) -> list[Example]:
+def fill_id(tokenizer: PreTrainedTokenizerBase) -> int:
+    """Give the token that fills up rows."""
+    return int(tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id)
+
+
+def prompt_numbers(training: Training, num_prompts: int) -> list[int]:
+    """Give the numbers in the run's data of the prompts that this rank has read last."""
+    topology = training.strategy.topology
+    first = training.num_samples() - num_prompts * topology.data
+    return [first + place * topology.data + topology.data_rank for place in range(num_prompts)]
+
+
+def answer_seeds(seed: int, number: int, count: int) -> list[int]:
+    """Give a seed for each of `count` answers to the prompt with this number, in a run with this seed."""
+    texts = (f"{seed}:{number}:{own}" for own in range(count))
+    digests = (hashlib.blake2b(text.encode(), digest_size=8).digest() for text in texts)
+    return [int.from_bytes(digest, "little") for digest in digests]
+
+
+def split_examples(batch: Batch, room: int | None) -> list[Example]:
     """Split each row, of one document, at its first run of targets; of a longer prompt the last `room` tokens stay.
 
     Nothing is the prompt of a row without targets.
@@ -304,7 +316,7 @@ def _examples(batch: Batch, room: int | None) -> list[Example]:
     return found
 
 
-def _rows(prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]], *, fill_id: int) -> Batch:
+def answer_rows(prompts: Sequence[Sequence[int]], answers: Sequence[Sequence[int]], *, fill_id: int) -> Batch:
     """Make a batch with a prompt and its answer in each row."""
     lengths = [len(prompt) + len(answer) for prompt, answer in zip(prompts, answers, strict=True)]
     width = max(2, *lengths)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import islice
 from typing import Any
 
@@ -19,12 +19,16 @@ from transformers import (
 )
 
 from hfdist.config.paths import expand_user
+from hfdist.config.task import TaskConfig, TeacherSharding
 from hfdist.errors import ConfigError
-from hfdist.models.loss.lazy_logits import Logits, Rows, deferring
+from hfdist.models.loss.lazy_logits import Rows, deferring, teacher_rows
+from hfdist.models.loss.teacher_rows import WholeRows
 from hfdist.models.names.weight_names import read_names
-from hfdist.models.partitioning import Partitioning
+from hfdist.strategies.base import Strategy
 from hfdist.strategies.engine import Batch
+from hfdist.strategies.frozen import shard_frozen
 from hfdist.trainer.step.objective import token_logits
+from hfdist.trainer.training import Training
 from hfdist.tune.fit_model import check_packable
 from hfdist.tune.frozen import SAFELY, find_frozen, read_frozen, read_tokenizer
 
@@ -83,37 +87,52 @@ def _describe_difference(teacher: PreTrainedTokenizerBase, student: PreTrainedTo
 
 
 class Teacher:
-    """The frozen model; it is read when the rank first computes a loss. Sharded as the layout shards weights.
+    """The frozen model; it is read when the rank first needs it, and shared by ranks as `task.teacher_sharding` says.
 
     Args:
-        path: folder of the model, checked by `check_teacher`.
+        task: `task.*` of the run; its teacher was checked by `check_teacher`.
         layout: layout in which the student is trained.
         arguments: arguments of the run.
     """
 
-    def __init__(self, path: str, *, layout: Partitioning, arguments: TrainingArguments) -> None:
-        self._path, self._layout, self._arguments = path, layout, arguments
+    def __init__(self, task: TaskConfig, *, layout: Strategy, arguments: TrainingArguments) -> None:
+        self._task, self._layout, self._arguments = task, layout, arguments
 
     @cached_property
     def _model(self) -> PreTrainedModel:
+        assert self._task.teacher is not None
+        sharding = self._task.teacher_sharding
+        shards = bool(self._layout.shares) if sharding is TeacherSharding.auto else sharding is TeacherSharding.sharded
         return read_frozen(
             AutoModelForCausalLM,
-            self._path,
+            self._task.teacher,
             where=_KEY,
             layout=self._layout,
             arguments=self._arguments,
-            shards=True,
+            shard=partial(shard_frozen, layout=self._layout) if shards else None,
         )
 
+    def free(self) -> None:
+        """Take the model out of memory, until it is needed again."""
+        self.__dict__.pop("_model", None)
+
+    def begin(self, training: Training) -> None:
+        """Do nothing: what it says is computed when it is needed."""
+
+    def prepare(self, batch: Batch) -> Batch:
+        """Give the batch as it is."""
+        return batch
+
     @contextmanager
-    def logits(self, batch: Batch, *, temperature: float) -> Iterator[Logits]:
-        """Give the logits of all tokens but the first of each row, divided; in this context they need not be whole."""
+    def rows(self, batch: Batch) -> Iterator[WholeRows]:
+        """Give what it says of all tokens but the first of each row; in this context logits need not be whole."""
+        # Any: transformers says of an embedding that it is a module.
         head: Any = self._model.get_output_embeddings()
         vocabulary = getattr(head, "out_features", None)
         with nullcontext() if vocabulary is None else deferring(head, vocabulary, _no_loss):
             with torch.no_grad():
-                logits = token_logits(self._model, batch, temperature=temperature)
-            yield logits
+                logits = token_logits(self._model, batch, temperature=self._task.temperature)
+            yield teacher_rows(logits, beta=self._task.divergence_beta)
         if isinstance(self._model, FSDPModule):
             # FSDP2 keeps what is in no block, embeddings and head, for a backward, and a teacher has none.
             self._model.reshard()
