@@ -235,7 +235,8 @@ class KeptTeacher(DocumentTable):
             except (SafetensorError, OSError, AttributeError) as error:
                 raise self._damaged(path) from error
             num_targets = starts[-1] if starts else 0
-            if shapes != [[num_targets, self._count], [num_targets, self._count + 1]] or len(starts) != len(keys) + 1:
+            is_whole = shapes == [[num_targets, self._count], [num_targets, self._count + 1]]
+            if not is_whole or len(starts) != len(keys) + 1 or starts != sorted(starts):
                 raise self._damaged(path)
             own = (_Where(path, *ends) for ends in pairwise(starts))
             self._known |= dict(zip(keys, own, strict=True))

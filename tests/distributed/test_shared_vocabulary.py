@@ -88,7 +88,8 @@ def compare(cases):
 CASES = [(False, "none", 0.0, True), (True, "none", 0.1, True), (False, "cap", 0.1, True), (True, "cap", 0.0, True),
          (False, "bias of tokens", 0.0, True), (True, "none", 0.0, False), (False, "none", 0.0, False),
          (False, "none", 0.0, True, 0.0), (True, "cap", 0.0, True, 0.3), (False, "bias of tokens", 0.0, True, 1.0),
-         (True, "none", 0.0, False, 0.5), (False, "bias of tokens", 0.0, True, 0.5, 7), (True, "cap", 0.0, True, 0.0, 1)]  # fmt: skip
+         (True, "none", 0.0, False, 0.5), (False, "bias of tokens", 0.0, True, 0.5, 7),
+         (True, "cap", 0.0, True, 0.0, 1)]  # fmt: skip
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])

@@ -170,10 +170,9 @@ def test_of_the_likeliest_tokens_it_is_that_of_trl_with_a_tail(beta):
         for one, other in zip(*found, strict=True):
             assert (one - other).norm() <= 1e-9 * other.norm()
         values.append(float(found[0][0]))
-    values.append(float(divergences(student, whole(teacher, beta), is_target).sum()))
     assert values == sorted(values)
     # 39 tokens and a tail are all 40.
-    assert values[-2] == pytest.approx(values[-1], rel=1e-5)
+    assert values[-1] == pytest.approx(float(divergences(student, whole(teacher, beta), is_target).sum()))
     assert 0 < values[0] < 0.9 * values[-1]
 
 
@@ -238,7 +237,7 @@ def test_scales_and_caps_of_models_count(student, teacher):
         found.append([value.detach(), *(p.grad.clone() for p in trained.parameters())])
         assert (watch.most <= 5 * VOCABULARY) == (head is not None)
     for one, other in zip(*found, strict=True):
-        assert (one - other).norm() <= 1e-9 * other.norm()
+        assert (one - other).norm() <= 1e-5 * other.norm()
     logits = [model(batch["input_ids"]).logits[:, :-1] for model in models]
     plain = GKDTrainer.generalized_jsd_loss(*logits, batch["labels"][:, 1:], 0.5, 2.0, reduction="sum")
     assert found[0][0] == pytest.approx(float(plain.detach()), rel=1e-5)
