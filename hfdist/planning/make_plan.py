@@ -43,6 +43,7 @@ from hfdist.planning.searching.evaluate import Candidate, Evaluator, Machines
 from hfdist.planning.searching.search import measure
 from hfdist.planning.timing.step_time import StepParts, step_parts
 from hfdist.planning.timing.traffic import step_sizes, traffic
+from hfdist.planning.tracing.fake_teacher import measure_teacher
 from hfdist.planning.tracing.memory import RankTrace, fullest_pipeline, trace_rank
 from hfdist.strategies.base import Strategy
 from hfdist.strategies.select import select_strategy
@@ -164,7 +165,9 @@ def _measure(config: RunConfig, architecture: PreTrainedConfig, *, is_gpu: bool)
         # Only what is trained has gradients to compute and to send.
         TrainableParameters.of(config).choose(model, seed=config.train.seed, layout=Partitioning())
     whole, tensor = stepped_whole(config.optimizer, model), config.strategy.tensor
-    sizes = step_sizes(model, config.train, tensor=tensor, is_gpu=is_gpu, stepped_whole=whole)
+    sizes = step_sizes(
+        model, config.train, tensor=tensor, is_gpu=is_gpu, stepped_whole=whole, frozen=measure_teacher(config)
+    )
     return measure_size(model), sizes, describe_parts(model) if config.adapter.is_used else ""
 
 

@@ -7,16 +7,14 @@ rows at a time, those of the teacher too.
 
 from __future__ import annotations
 
-from contextlib import nullcontext
-
 import torch
 from torch import nn
 
 from hfdist.config.batch import IGNORED
 from hfdist.config.task import TaskConfig
-from hfdist.models.loss.lazy_logits import sum_divergences
+from hfdist.models.loss.distillation import sum_from_teacher
 from hfdist.strategies.engine import Batch, TrainerHooks
-from hfdist.trainer.step.objective import Objective, token_logits
+from hfdist.trainer.step.objective import Objective
 from hfdist.trainer.training import Training
 from hfdist.tune.kept_teacher import KeptTeacher
 from hfdist.tune.own_answers import OwnAnswers
@@ -62,9 +60,5 @@ class Distillation(Objective):
 
     def loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         """Sum the divergences at the targets."""
-        head = self._training.head
-        with nullcontext() if head is None else head.deferring(model):
-            student = token_logits(model, batch, temperature=self._task.temperature)
-            # Second: in a pipeline, the model ends the call on each stage but the last, and these need no teacher.
-            with self._teacher.rows(batch) as teacher:
-                return sum_divergences(student, teacher, batch["labels"][:, 1:], ignore_index=IGNORED)
+        teacher, temperature = self._teacher.rows(batch), self._task.temperature
+        return sum_from_teacher(self._training.head, model, batch, teacher, temperature=temperature)

@@ -14,7 +14,7 @@ from __future__ import annotations
 import logging
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import lru_cache
 from itertools import pairwise
 from pathlib import Path
@@ -32,7 +32,8 @@ from hfdist.config.batch import IGNORED
 from hfdist.config.task import TaskConfig
 from hfdist.errors import CheckpointError, ResourceError
 from hfdist.models.loss.chunked import CHUNK_LOGITS, TENSORS_OF_DIVERGENCE
-from hfdist.models.loss.teacher_rows import TeacherRows, TopRows, WholeRows
+from hfdist.models.loss.distillation import TOP_IDS, TOP_LOGS, top_rows
+from hfdist.models.loss.teacher_rows import TeacherRows, WholeRows
 from hfdist.strategies.engine import Batch
 from hfdist.trainer.training import Training
 from hfdist.tune.document_table import DocumentTable, Learn, places
@@ -41,8 +42,6 @@ from hfdist.units import size
 
 logger = logging.getLogger(__name__)
 
-_IDS, _LOGS = "teacher_ids", "teacher_log_probabilities"
-"""Keys of a batch: at each target, the likeliest tokens and their log-probabilities; shape [rows, tokens, ...]."""
 _FILE_BYTES = 256 * 2**20
 _OPEN_FILES = 64
 """The most files that a rank has open."""
@@ -96,7 +95,7 @@ class KeptTeacher(DocumentTable):
         self._vocabulary = cast(PreTrainedModel, training.model).config.get_text_config().vocab_size
         batch = training.strategy.batch
         num_targets = training.args.max_steps * batch.global_batch_size * batch.sequence_length
-        most = size(num_targets * self._target_bytes)
+        most = size(num_targets * target_bytes(self._count))
         logger.info("task.teacher_top_k=%d: kept in %s, of at most %s", self._count, self._folder, most)
         self.fill(training, self._learning)
 
@@ -117,17 +116,11 @@ class KeptTeacher(DocumentTable):
                 raise CheckpointError(what, where=str(self._folder), hint="a new run.name")
             tokens = torch.nonzero(is_target)[:, 0] + start + 1
             ids[row, tokens], logs[row, tokens] = self._load(where)
-        return batch | {_IDS: ids, _LOGS: logs}
+        return batch | {TOP_IDS: ids, TOP_LOGS: logs}
 
-    @contextmanager
-    def rows(self, batch: Batch) -> Iterator[TeacherRows]:
+    def rows(self, batch: Batch) -> AbstractContextManager[TeacherRows]:
         """Give what the teacher says of all tokens but the first of each row."""
-        ids, logs = (batch[name][:, 1:].flatten(0, 1) for name in (_IDS, _LOGS))
-        yield TopRows(ids, logs, self._beta)
-
-    @property
-    def _target_bytes(self) -> int:
-        return 8 * self._count + 4
+        return nullcontext(top_rows(batch, beta=self._beta))
 
     def _load(self, where: _Where) -> tuple[torch.Tensor, torch.Tensor]:
         try:
@@ -199,7 +192,7 @@ class KeptTeacher(DocumentTable):
         assert first == len(ids), "the first token of a document is a target"
 
     def _write_if_full(self) -> None:
-        if sum(len(ids) for _, ids, _ in self._learned) * self._target_bytes >= _FILE_BYTES:
+        if sum(len(ids) for _, ids, _ in self._learned) * target_bytes(self._count) >= _FILE_BYTES:
             self._write(self._training.strategy.topology.rank)
 
     def _write(self, rank: int) -> None:
@@ -240,6 +233,11 @@ class KeptTeacher(DocumentTable):
                 raise self._damaged(path)
             own = (_Where(path, *ends) for ends in pairwise(starts))
             self._known |= dict(zip(keys, own, strict=True))
+
+
+def target_bytes(count: int) -> int:
+    """Give the bytes that a target takes on disk, of which `count` tokens are kept."""
+    return 8 * count + 4
 
 
 def likeliest(teacher: WholeRows, vocabulary: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager
 from functools import cached_property, partial
 from itertools import islice
-from typing import Any
 
 import torch
-from torch.distributed.fsdp import FSDPModule
 from transformers import (
     AutoModelForCausalLM,
     PreTrainedConfig,
@@ -19,18 +16,17 @@ from transformers import (
 )
 
 from hfdist.config.paths import expand_user
-from hfdist.config.task import TaskConfig, TeacherSharding
+from hfdist.config.task import TaskConfig
 from hfdist.errors import ConfigError
-from hfdist.models.loss.lazy_logits import Rows, deferring, teacher_rows
+from hfdist.models.frozen import SAFELY, find_frozen, read_frozen, read_tokenizer
+from hfdist.models.loss.distillation import asking
 from hfdist.models.loss.teacher_rows import WholeRows
 from hfdist.models.names.weight_names import read_names
 from hfdist.strategies.base import Strategy
 from hfdist.strategies.engine import Batch
 from hfdist.strategies.frozen import shard_frozen
-from hfdist.trainer.step.objective import token_logits
 from hfdist.trainer.training import Training
 from hfdist.tune.fit_model import check_packable
-from hfdist.tune.frozen import SAFELY, find_frozen, read_frozen, read_tokenizer
 
 _KEY = "task.teacher"
 _ALLOWED = "the folder of a causal language model in safetensors, with the tokenizer of the model that is trained"
@@ -101,15 +97,13 @@ class Teacher:
     @cached_property
     def _model(self) -> PreTrainedModel:
         assert self._task.teacher is not None
-        sharding = self._task.teacher_sharding
-        shards = bool(self._layout.shares) if sharding is TeacherSharding.auto else sharding is TeacherSharding.sharded
         return read_frozen(
             AutoModelForCausalLM,
             self._task.teacher,
             where=_KEY,
             layout=self._layout,
             arguments=self._arguments,
-            shard=partial(shard_frozen, layout=self._layout) if shards else None,
+            shard=partial(shard_frozen, layout=self._layout, sharding=self._task.teacher_sharding),
         )
 
     def free(self) -> None:
@@ -123,20 +117,6 @@ class Teacher:
         """Give the batch as it is."""
         return batch
 
-    @contextmanager
-    def rows(self, batch: Batch) -> Iterator[WholeRows]:
+    def rows(self, batch: Batch) -> AbstractContextManager[WholeRows]:
         """Give what it says of all tokens but the first of each row; in this context logits need not be whole."""
-        # Any: transformers says of an embedding that it is a module.
-        head: Any = self._model.get_output_embeddings()
-        vocabulary = getattr(head, "out_features", None)
-        with nullcontext() if vocabulary is None else deferring(head, vocabulary, _no_loss):
-            with torch.no_grad():
-                logits = token_logits(self._model, batch, temperature=self._task.temperature)
-            yield teacher_rows(logits, beta=self._task.divergence_beta)
-        if isinstance(self._model, FSDPModule):
-            # FSDP2 keeps what is in no block, embeddings and head, for a backward, and a teacher has none.
-            self._model.reshard()
-
-
-def _no_loss(rows: Rows) -> torch.Tensor:
-    raise AssertionError("a teacher has no loss")
+        return asking(self._model, batch, temperature=self._task.temperature, beta=self._task.divergence_beta)

@@ -16,13 +16,13 @@ from trl.experimental.gkd import GKDTrainer
 
 from hfdist.data.packing.sequence import IGNORED
 from hfdist.errors import ConfigError
+from hfdist.models.frozen import read_frozen
 from hfdist.models.initialize import initialize_by_name
 from hfdist.models.loss import chunked
 from hfdist.models.partitioning import WHOLE
 from hfdist.records import RunFolder, read_lines
 from hfdist.testing import run_ranks
 from hfdist.tune import teacher
-from hfdist.tune.frozen import read_frozen
 from hfdist.tune.own_answers import OwnAnswers
 from hfdist.tune.teacher import check_teacher
 from tests.distributed import trl_runs
@@ -100,6 +100,8 @@ def distill(target, folder, num_ranks, *overrides, reads=True):
     sharded = {"zero3": 1, "fsdp2": 1, "tensor": 1, "pipeline_fsdp2": 2, "3d": 2}
     if "task.teacher_sharding=sharded" in overrides:
         sharded |= {"ddp": 1}
+    if "task.teacher_sharding=whole" in overrides:
+        sharded = {}
     num_stages = max((sharded.get(word.removeprefix("strategy="), 0) for word in overrides), default=0)
     with watching((num_stages / num_ranks or 1) if reads else 0):
         return tune(target, folder / "lm", folder / "rows.jsonl", num_ranks, *own(folder, *overrides))

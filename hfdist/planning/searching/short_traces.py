@@ -44,6 +44,7 @@ from hfdist.planning.searching.shares import find_shares, find_tensor_plans
 from hfdist.planning.timing.traffic import step_sizes
 from hfdist.planning.tracing.as_trainer import find_loss_head
 from hfdist.planning.tracing.fake_model import make_fake_model, quantize_fake
+from hfdist.planning.tracing.fake_teacher import measure_teacher
 from hfdist.planning.tracing.trace import WEIGHTS, Trace
 from hfdist.strategies.base import Strategy
 from hfdist.strategies.model_fit import check_degrees
@@ -119,7 +120,7 @@ def _of_whole(
     """Find what needs whole weights: packed ones have no rows and columns. Gives what takes all else."""
     blocks, length = find_block_parts(model), config.data.sequence_length
     plans, whole = find_tensor_plans(model, tensor_degrees), stepped_whole(config.optimizer, model)
-    size = partial(step_sizes, model, config.train, is_gpu=is_gpu, stepped_whole=whole)
+    size = partial(step_sizes, model, config.train, is_gpu=is_gpu, stepped_whole=whole, frozen=measure_teacher(config))
     return partial(
         ModelConstants,
         shares=find_shares(model, list({_kind(block): block for block in blocks}.values()), tensor_plans=plans),
