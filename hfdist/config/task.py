@@ -96,7 +96,7 @@ class Traits:
     has_reference: bool = False
     """Whether its rows are compared with the model that it begins with."""
     is_planned: bool = False
-    """Whether a plan covers a whole run: plans leave out rollouts and teachers, and know only models of tokens."""
+    """Whether a plan covers a whole run: plans leave out rollouts, and know only models of tokens."""
     is_reinforcement: bool = False
     """Whether the model answers prompts, and learns from the rewards."""
     has_teacher: bool = False
@@ -229,6 +229,7 @@ TRAITS = {
             *("on_policy", "max_new_tokens", "temperature", "top_k", "top_p"),
         ),
         method="by distillation: it learns what a teacher predicts for each next token (GKD, arXiv 2306.13649)",
+        is_planned=True,
         has_teacher=True,
     ),
 }

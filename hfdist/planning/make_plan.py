@@ -30,6 +30,7 @@ from hfdist.models.attention_choice import choose_attention
 from hfdist.models.blocks import find_block_parts
 from hfdist.models.build import make_without_values
 from hfdist.models.flops import ModelSize, flops_per_token, measure_size
+from hfdist.models.loss.distillation import top_bytes
 from hfdist.models.partitioning import Partitioning
 from hfdist.models.resolve import resolve_model
 from hfdist.models.tokenizer import load_tokenizer
@@ -135,6 +136,9 @@ def make_plan(
         islands=island_traffic(config.islands, exchanged, largest=sizes.embedding if sizes.trained_share == 1 else 0),
         max_steps=None,
         currency=config.cost.currency,
+        kept_bytes_per_step=0
+        if config.task.teacher_top_k is None
+        else batch.tokens_per_step * top_bytes(config.task.teacher_top_k),
         is_traced=by_formulas is None,
     )
     plan = replace(plan, binds=_binds(plan))

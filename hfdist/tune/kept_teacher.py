@@ -32,7 +32,7 @@ from hfdist.config.batch import IGNORED
 from hfdist.config.task import TaskConfig
 from hfdist.errors import CheckpointError, ResourceError
 from hfdist.models.loss.chunked import CHUNK_LOGITS, TENSORS_OF_DIVERGENCE
-from hfdist.models.loss.distillation import TOP_IDS, TOP_LOGS, top_rows
+from hfdist.models.loss.distillation import TOP_IDS, TOP_LOGS, top_bytes, top_rows
 from hfdist.models.loss.teacher_rows import TeacherRows, WholeRows
 from hfdist.strategies.engine import Batch
 from hfdist.trainer.training import Training
@@ -95,7 +95,7 @@ class KeptTeacher(DocumentTable):
         self._vocabulary = cast(PreTrainedModel, training.model).config.get_text_config().vocab_size
         batch = training.strategy.batch
         num_targets = training.args.max_steps * batch.global_batch_size * batch.sequence_length
-        most = size(num_targets * target_bytes(self._count))
+        most = size(num_targets * top_bytes(self._count))
         logger.info("task.teacher_top_k=%d: kept in %s, of at most %s", self._count, self._folder, most)
         self.fill(training, self._learning)
 
@@ -192,7 +192,7 @@ class KeptTeacher(DocumentTable):
         assert first == len(ids), "the first token of a document is a target"
 
     def _write_if_full(self) -> None:
-        if sum(len(ids) for _, ids, _ in self._learned) * target_bytes(self._count) >= _FILE_BYTES:
+        if sum(len(ids) for _, ids, _ in self._learned) * top_bytes(self._count) >= _FILE_BYTES:
             self._write(self._training.strategy.topology.rank)
 
     def _write(self, rank: int) -> None:
@@ -233,11 +233,6 @@ class KeptTeacher(DocumentTable):
                 raise self._damaged(path)
             own = (_Where(path, *ends) for ends in pairwise(starts))
             self._known |= dict(zip(keys, own, strict=True))
-
-
-def target_bytes(count: int) -> int:
-    """Give the bytes that a target takes on disk, of which `count` tokens are kept."""
-    return 8 * count + 4
 
 
 def likeliest(teacher: WholeRows, vocabulary: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cached_property, partial
 from itertools import islice
 
@@ -109,6 +111,8 @@ class Teacher:
     def free(self) -> None:
         """Take the model out of memory, until it is needed again."""
         self.__dict__.pop("_model", None)
+        # What FSDP2 has sharded refers to itself in a circle.
+        gc.collect()
 
     def begin(self, training: Training) -> None:
         """Do nothing: what it says is computed when it is needed."""
@@ -117,6 +121,9 @@ class Teacher:
         """Give the batch as it is."""
         return batch
 
-    def rows(self, batch: Batch) -> AbstractContextManager[WholeRows]:
+    @contextmanager
+    def rows(self, batch: Batch) -> Iterator[WholeRows]:
         """Give what it says of all tokens but the first of each row; in this context logits need not be whole."""
-        return asking(self._model, batch, temperature=self._task.temperature, beta=self._task.divergence_beta)
+        # Only now: a rank that never comes here has no need of the model.
+        with asking(self._model, batch, temperature=self._task.temperature, beta=self._task.divergence_beta) as rows:
+            yield rows

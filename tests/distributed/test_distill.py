@@ -78,6 +78,7 @@ def watching(share):
 
     def counted(*args, **kwargs):
         assert share, "the teacher is read"
+        assert kwargs["layout"].computes_losses, "a stage without losses reads the teacher"
         model = read(*args, **kwargs)
         # Before FSDP2 gathers for a forward: what the last one has left.
         model.register_forward_pre_hook(lambda *_: check_share(model), prepend=True)

@@ -55,6 +55,11 @@ def asking(
         teacher.reshard()
 
 
+def top_bytes(count: int) -> int:
+    """Give the bytes that a target takes of which the `count` likeliest tokens are kept."""
+    return 8 * count + 4
+
+
 def top_rows(batch: Mapping[str, torch.Tensor], *, beta: float) -> TopRows:
     """Give what a batch says of the teacher, for all tokens but the first of each row."""
     ids, logs = (batch[name][:, 1:].flatten(0, 1) for name in (TOP_IDS, TOP_LOGS))

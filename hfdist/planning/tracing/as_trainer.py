@@ -21,6 +21,7 @@ from transformers import PreTrainedModel
 from hfdist.config.batch import IGNORED
 from hfdist.config.data import Packing
 from hfdist.config.run import RunConfig
+from hfdist.config.task import TaskConfig
 from hfdist.config.train import Precision
 from hfdist.models.loss import LossHead, choose_loss
 from hfdist.models.loss.chunked import CHUNK_LOGITS
@@ -97,29 +98,29 @@ def run_step(
     optimizer.zero_grad()
 
 
-def make_batch(config: RunConfig, number: int = 1) -> Batch:
-    """Make micro batches; what is kept of a teacher comes with them. Call it in a FakeTensorMode."""
-    batch, count = _make_rows(config, number), config.task.teacher_top_k
-    if count is None:
-        return batch
-    shape = batch["labels"].shape
-    return batch | {TOP_IDS: torch.zeros(*shape, count, dtype=torch.int32), TOP_LOGS: torch.zeros(*shape, count + 1)}
-
-
 @unset_fake_temporarily()
-def _make_rows(config: RunConfig, number: int) -> Batch:
+def make_batch(config: RunConfig, number: int = 1) -> Batch:
     """Make micro batches of real numbers: without packing a document a sequence, else another of two tokens after it.
 
     Nothing is known of the run's documents. Longer ones hold more: attention with dropout or soft caps keeps scores of
-    tokens x tokens. A second one makes borders, or a mask.
+    tokens x tokens. A second one makes borders, or a mask. What is kept of a teacher comes with them.
     """
     shape = number * config.train.micro_batch_size, config.data.sequence_length
-    ids = torch.zeros(shape, dtype=torch.int64)
+    ids, kept = torch.zeros(shape, dtype=torch.int64), _make_kept(config.task, shape)
     if config.data.packing is Packing.none:
-        return {"input_ids": ids, "labels": ids.clone(), "attention_mask": torch.ones_like(ids)}
+        return {"input_ids": ids, "labels": ids.clone(), "attention_mask": torch.ones_like(ids), **kept}
     positions, start = torch.arange(shape[1]).repeat(shape[0], 1), max(shape[1] - SHORT_DOCUMENT, 1)
     positions[:, start:] -= start
-    return {"input_ids": ids, "labels": ids.masked_fill(positions == 0, IGNORED), "position_ids": positions}
+    return {"input_ids": ids, "labels": ids.masked_fill(positions == 0, IGNORED), "position_ids": positions, **kept}
+
+
+def _make_kept(task: TaskConfig, shape: tuple[int, int]) -> Batch:
+    count = task.teacher_top_k
+    if count is None:
+        return {}
+    # One number each: real ones may be many.
+    ids, logs = torch.zeros(count, dtype=torch.int32), torch.zeros(count + 1)
+    return {TOP_IDS: ids.expand(*shape, count), TOP_LOGS: logs.expand(*shape, count + 1)}
 
 
 def prepare_as_trainer(model: nn.Module, config: RunConfig) -> None:
