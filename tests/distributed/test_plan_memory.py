@@ -1,8 +1,11 @@
 """A few of the peaks of docs/plan.md: what a plan says against what the allocator of a real run gave out."""
 
+from dataclasses import replace
+
 import pytest
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from hfdist.config.strategy import StrategyConfig
 from hfdist.config.task import TaskConfig, TaskName, TeacherSharding
 from hfdist.run import prepare_run
 from hfdist.testing import run_ranks
@@ -60,7 +63,7 @@ def save_teacher(config, folder):
 def test_a_teacher_counts(layout, more, tmp_path, cache_dir):
     cell = Cell(family="llama", size="activations", layout=layout)
     config, teacher = cell.config(str(tmp_path)), tmp_path / "teacher"
-    run_ranks(save_teacher, 1, config, teacher, group=False)
+    run_ranks(save_teacher, 1, replace(config, strategy=StrategyConfig()), teacher, group=False)
     config.task = TaskConfig(name=TaskName.distill, teacher=str(teacher), divergence_beta=0.5, temperature=2.0, **more)
     assert abs(compare_run(config, cell.processes).error) < 0.02
 

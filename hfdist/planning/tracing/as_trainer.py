@@ -106,7 +106,7 @@ def make_batch(config: RunConfig, number: int = 1) -> Batch:
     tokens x tokens. A second one makes borders, or a mask. What is kept of a teacher comes with them.
     """
     shape = number * config.train.micro_batch_size, config.data.sequence_length
-    ids, kept = torch.zeros(shape, dtype=torch.int64), _make_kept(config.task, shape)
+    ids, kept = torch.zeros(shape, dtype=torch.int64), make_kept(config.task, shape)
     if config.data.packing is Packing.none:
         return {"input_ids": ids, "labels": ids.clone(), "attention_mask": torch.ones_like(ids), **kept}
     positions, start = torch.arange(shape[1]).repeat(shape[0], 1), max(shape[1] - SHORT_DOCUMENT, 1)
@@ -114,7 +114,8 @@ def make_batch(config: RunConfig, number: int = 1) -> Batch:
     return {"input_ids": ids, "labels": ids.masked_fill(positions == 0, IGNORED), "position_ids": positions, **kept}
 
 
-def _make_kept(task: TaskConfig, shape: tuple[int, int]) -> Batch:
+def make_kept(task: TaskConfig, shape: tuple[int, int]) -> Batch:
+    """Make what is kept of a teacher for rows of this shape; nothing where nothing is."""
     count = task.teacher_top_k
     if count is None:
         return {}

@@ -15,7 +15,7 @@ from torch import nn
 
 # Not public; see fake_ranks.py.
 from torch._subclasses.fake_tensor import unset_fake_temporarily
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from hfdist.config.run import RunConfig
 from hfdist.config.task import TaskConfig
@@ -26,7 +26,7 @@ from hfdist.models.frozen import find_frozen
 from hfdist.models.hub_client import reading_from_hub
 from hfdist.models.loss import LossHead
 from hfdist.models.loss.distillation import asking, sum_from_teacher, top_rows
-from hfdist.models.loss.teacher_rows import TeacherRows
+from hfdist.models.loss.teacher_rows import TeacherRows, WholeRows
 from hfdist.planning.tracing.fake_model import move_to_cpu
 from hfdist.strategies.base import Strategy
 from hfdist.strategies.engine import Batch
@@ -45,6 +45,8 @@ class Teaching:
     task: TaskConfig
     model: PreTrainedModel | None
     """The teacher; None: this rank has none, or its likeliest tokens are kept."""
+    vocabulary: int = 0
+    """Of a teacher that costs nothing, and whose logits come from nowhere; 0: it is none of these."""
 
     def tensors(self) -> Iterator[torch.Tensor]:
         """Give the teacher's weights and buffers, as this rank holds them."""
@@ -59,6 +61,10 @@ class Teaching:
         beta, temperature = self.task.divergence_beta, self.task.temperature
         if self.task.teacher_top_k is not None:
             return nullcontext(top_rows(batch, beta=beta))
+        if self.vocabulary:
+            rows, vocabulary = batch["labels"][:, 1:].numel(), self.vocabulary
+            given = torch.empty(rows, 1)
+            return nullcontext(WholeRows(given, lambda part: part.new_empty(len(part), vocabulary), beta))
         # A pipeline's stages without a teacher end their calls before they ask it.
         return asking(cast(PreTrainedModel, self.model), batch, temperature=temperature, beta=beta)
 
@@ -80,6 +86,14 @@ def make_teaching(config: RunConfig, strategy: Strategy) -> Teaching | None:
     return Teaching(config.task, model)
 
 
+def teaching_without_teacher(config: RunConfig) -> Teaching | None:
+    """Give the loss of a distillation alone, without what its teacher costs; None: next tokens are learned."""
+    if not config.task.name.traits.has_teacher:
+        return None
+    with unset_fake_temporarily():
+        return Teaching(config.task, None, _find(config).get_text_config().vocab_size)
+
+
 def measure_teacher(config: RunConfig) -> FrozenSizes | None:
     """Measure a teacher that runs beside the student; None: there is none."""
     if not config.task.name.traits.has_teacher or config.task.teacher_top_k is not None:
@@ -98,11 +112,14 @@ def measure_teacher(config: RunConfig) -> FrozenSizes | None:
 
 
 def _make_without_values(config: RunConfig) -> PreTrainedModel:
-    path, precision = str(config.task.teacher), config.train.precision
-    allowed, hint = "the folder of a causal language model in safetensors", f"{_KEY}=RUN/model"
-    architecture = find_frozen(path, where=_KEY, allowed=allowed, hint=hint)
+    path, precision, architecture = str(config.task.teacher), config.train.precision, _find(config)
     half = torch.float16 if precision is Precision.fp16 else torch.bfloat16
     dtype = torch.float32 if precision is Precision.fp32 else half
     with reading_from_hub(_KEY, path), torch.device("meta"):
         model = AutoModelForCausalLM.from_config(architecture, dtype=dtype, trust_remote_code=False)
     return cast(PreTrainedModel, model.requires_grad_(False).eval())
+
+
+def _find(config: RunConfig) -> PreTrainedConfig:
+    allowed, hint = "the folder of a causal language model in safetensors", f"{_KEY}=RUN/model"
+    return find_frozen(str(config.task.teacher), where=_KEY, allowed=allowed, hint=hint)
