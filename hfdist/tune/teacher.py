@@ -38,20 +38,22 @@ _SHOWN = 2
 
 
 def check_teacher(
-    path: str, tokenizer: PreTrainedTokenizerBase, student: PreTrainedConfig, *, sequence_length: int
+    task: TaskConfig, tokenizer: PreTrainedTokenizerBase, student: PreTrainedConfig, *, sequence_length: int
 ) -> None:
     """Check the small files of a teacher, before there is a process group.
 
     Args:
-        path: folder of the teacher.
+        task: `task.*` of the run, which names the folder of the teacher.
         tokenizer: of the model that is trained.
         student: config of that model.
         sequence_length: tokens of a sequence.
 
     Raises:
         ConfigError: the folder holds no causal language model in safetensors, or one with other tokens, fewer tokens
-            than the student, or too few positions; or it sees through from one packed document to the next.
+            than the student, or too few positions; or it sees through from one packed document to the next. Or more
+            of its likeliest tokens are to be kept than there are.
     """
+    path = str(task.teacher)
 
     def refuse(what: str, found: object, allowed: str = _ALLOWED, hint: str = _HINT) -> ConfigError:
         return ConfigError(what, where=_KEY, found=f"{path}, {found}", allowed=allowed, hint=hint)
@@ -64,6 +66,10 @@ def check_teacher(
     if taught < known:
         found = f"with {taught:,} rows of logits, and a student with {known:,}"
         raise refuse("the teacher says nothing of some tokens of the model that is trained", found)
+    if task.teacher_top_k is not None and task.teacher_top_k > known:
+        what, hint = "the model that is trained has fewer tokens", "task.teacher_top_k=64"
+        where, allowed = "task.teacher_top_k", f"<= {known}"
+        raise ConfigError(what, where=where, found=task.teacher_top_k, allowed=allowed, hint=hint)
     positions = getattr(config.get_text_config(), "max_position_embeddings", None)
     if isinstance(positions, int) and 0 < positions < sequence_length:
         what, hint = "sequences are longer than the teacher has positions", f"data.sequence_length={positions}"

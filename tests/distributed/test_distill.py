@@ -14,6 +14,7 @@ from torch.nn import functional
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, TrainingArguments
 from trl.experimental.gkd import GKDTrainer
 
+from hfdist.config.task import TaskConfig, TaskName
 from hfdist.data.packing.sequence import IGNORED
 from hfdist.errors import ConfigError
 from hfdist.models.frozen import read_frozen
@@ -267,13 +268,19 @@ def test_a_teacher_that_does_not_fit_is_refused(folder, tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(folder / "lm")
     student = AutoConfig.from_pretrained(folder / "lm")
 
+    def check(path, **keys):
+        task = TaskConfig(name=TaskName.distill, teacher=str(path), **keys)
+        check_teacher(task, tokenizer, student, sequence_length=LENGTH)
+
     def refuse(path):
         with pytest.raises(ConfigError) as refused:
-            check_teacher(str(path), tokenizer, student, sequence_length=LENGTH)
+            check(path)
         assert refused.value.where == "task.teacher"
         return f"{refused.value} {refused.value.found}"
 
-    check_teacher(str(folder / "teacher"), tokenizer, student, sequence_length=LENGTH)
+    check(folder / "teacher", teacher_top_k=VOCABULARY)
+    with pytest.raises(ConfigError, match="has fewer tokens"):
+        check(folder / "teacher", teacher_top_k=VOCABULARY + 1)
     assert "config.json" in refuse(tmp_path)
     assert f"{LENGTH - 1}" in refuse(make_teacher(tmp_path / "short", max_position_embeddings=LENGTH - 1))
     assert f"{VOCABULARY - 1} rows" in refuse(make_teacher(tmp_path / "small", vocab_size=VOCABULARY - 1))
