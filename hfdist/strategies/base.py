@@ -97,12 +97,15 @@ class Strategy(Partitioning):
         )
         return [*axes.model_axes(), *self._state_traffic(axes), *self._whole_traffic(axes), *frozen]
 
-    def ranks_of_frozen(self, sharding: TeacherSharding) -> int:
-        """Give the number of ranks that share another model's weights; 1: each rank that runs it has it whole."""
+    def ranks_of_frozen(self, sharding: TeacherSharding, *, by_all: bool = False) -> int:
+        """Give the number of ranks that share another model's weights; 1: each rank that runs it has it whole.
+
+        `by_all`: all ranks run it at the same time, and not only those of a last stage.
+        """
         topology = self.topology
         if sharding is TeacherSharding.whole or (sharding is TeacherSharding.auto and not self.shares):
             return 1
-        return topology.shard * topology.context * topology.tensor
+        return topology.world_size if by_all else topology.shard * topology.context * topology.tensor
 
     @property
     def computes_losses(self) -> bool:

@@ -105,13 +105,15 @@ class Teacher:
     @cached_property
     def _model(self) -> PreTrainedModel:
         assert self._task.teacher is not None
+        # What is kept of it is computed by all ranks together.
+        by_all, sharding = self._task.teacher_top_k is not None, self._task.teacher_sharding
         return read_frozen(
             AutoModelForCausalLM,
             self._task.teacher,
             where=_KEY,
             layout=self._layout,
             arguments=self._arguments,
-            shard=partial(shard_frozen, layout=self._layout, sharding=self._task.teacher_sharding),
+            shard=partial(shard_frozen, layout=self._layout, sharding=sharding, by_all=by_all),
         )
 
     def free(self) -> None:

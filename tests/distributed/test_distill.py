@@ -65,10 +65,10 @@ def own(folder, *overrides):
 
 
 @contextmanager
-def watching(share):
+def watching(share, is_kept):
     """Several chunks of a micro batch; more logits of the teacher at a time, or more of its weights, end the run.
 
-    `share`: of the weights, that a rank has; 0: it may not read the teacher.
+    `share`: of the weights, that a rank has; 0: it may not read the teacher. `is_kept`: all ranks read it.
     """
     linear, read = functional.linear, teacher.read_frozen
 
@@ -79,7 +79,7 @@ def watching(share):
 
     def counted(*args, **kwargs):
         assert share, "the teacher is read"
-        assert kwargs["layout"].computes_losses, "a stage without losses reads the teacher"
+        assert kwargs["layout"].computes_losses or is_kept, "a stage without losses reads the teacher"
         model = read(*args, **kwargs)
         # Before FSDP2 gathers for a forward: what the last one has left.
         model.register_forward_pre_hook(lambda *_: check_share(model), prepend=True)
@@ -105,7 +105,11 @@ def distill(target, folder, num_ranks, *overrides, reads=True):
     if "task.teacher_sharding=whole" in overrides:
         sharded = {}
     num_stages = max((sharded.get(word.removeprefix("strategy="), 0) for word in overrides), default=0)
-    with watching((num_stages / num_ranks or 1) if reads else 0):
+    is_kept = any(word.startswith("task.teacher_top_k=") for word in overrides)
+    if is_kept:
+        # All ranks run it together.
+        num_stages = int(num_stages > 0 or "strategy=pipeline" in overrides)
+    with watching((num_stages / num_ranks or 1) if reads else 0, is_kept):
         return tune(target, folder / "lm", folder / "rows.jsonl", num_ranks, *own(folder, *overrides))
 
 
