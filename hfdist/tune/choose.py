@@ -17,7 +17,7 @@ from hfdist.trainer.step.objective import Objective
 from hfdist.tune.distill import Distillation
 from hfdist.tune.kept_teacher import KeptTeacher
 from hfdist.tune.learned_reward import LearnedReward
-from hfdist.tune.own_answers import OwnAnswers
+from hfdist.tune.student_answers import StudentAnswers
 from hfdist.tune.policy import PolicyGradient
 from hfdist.tune.preference import Preferences
 from hfdist.tune.reference import ReferenceTable
@@ -48,7 +48,7 @@ def make_objective(
             teacher = Teacher(task, layout=strategy, arguments=arguments)
             if task.teacher_top_k is not None:
                 return Distillation(task, KeptTeacher(config.run.folder.teacher, teacher, task))
-            return Distillation(task, teacher, OwnAnswers(config, tokenizer) if task.on_policy else None)
+            return Distillation(task, teacher, StudentAnswers(config, tokenizer) if task.on_policy else None)
         case TaskName.grpo | TaskName.rloo:
             rollouts = Rollouts(
                 config,

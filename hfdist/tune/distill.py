@@ -17,7 +17,7 @@ from hfdist.strategies.engine import Batch, TrainerHooks
 from hfdist.trainer.step.objective import Objective
 from hfdist.trainer.training import Training
 from hfdist.tune.kept_teacher import KeptTeacher
-from hfdist.tune.own_answers import OwnAnswers
+from hfdist.tune.student_answers import StudentAnswers
 from hfdist.tune.teacher import Teacher
 
 
@@ -30,7 +30,7 @@ class Distillation(Objective):
         answers: gives the model's own answers; None: the rows are learned from as they are.
     """
 
-    def __init__(self, task: TaskConfig, teacher: Teacher | KeptTeacher, answers: OwnAnswers | None = None) -> None:
+    def __init__(self, task: TaskConfig, teacher: Teacher | KeptTeacher, answers: StudentAnswers | None = None) -> None:
         super().__init__()
         self._task, self._teacher, self._answers = task, teacher, answers
         self.names = () if answers is None else ("completion_tokens",)

@@ -24,7 +24,7 @@ from hfdist.models.partitioning import WHOLE
 from hfdist.records import RunFolder, read_lines
 from hfdist.testing import run_ranks
 from hfdist.tune import teacher
-from hfdist.tune.own_answers import OwnAnswers
+from hfdist.tune.student_answers import StudentAnswers
 from hfdist.tune.teacher import check_teacher
 from tests.distributed import trl_runs
 from tests.distributed.preference_runs import GLOBAL_BATCH, LENGTH, STEPS, make_config, read_answers, tune
@@ -231,14 +231,14 @@ def test_all_tokens_that_are_kept_are_the_live_teacher(single, folder, tmp_path)
 
 def test_the_loss_of_own_answers_is_that_of_trl(folder, tmp_path, monkeypatch):
     """Of the tokens that the student has drawn in the first step, from whole logits."""
-    answer = OwnAnswers.answer
+    answer = StudentAnswers.answer
 
     def kept(self, batches):
         found = answer(self, batches)
         torch.save(found, tmp_path / f"step-{self._training.state.global_step}.pt")
         return found
 
-    monkeypatch.setattr(OwnAnswers, "answer", kept)
+    monkeypatch.setattr(StudentAnswers, "answer", kept)
     run = distill(tmp_path / "run", folder, 1, "task.on_policy=1", "task.max_new_tokens=9")
     student, teaching = (AutoModelForCausalLM.from_pretrained(folder / name) for name in ("lm", "teacher"))
     total, lengths = torch.zeros(()), []

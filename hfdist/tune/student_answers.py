@@ -22,7 +22,7 @@ from hfdist.trainer.training import Training
 from hfdist.tune.rollout import answer_rows, answer_seeds, fill_id, prompt_numbers, split_examples
 
 
-class OwnAnswers:
+class StudentAnswers:
     """Samples the answers of a share of the steps.
 
     Args:
