@@ -172,9 +172,13 @@ class Peaks:
 def compare(cell: Cell) -> Peaks:
     """Measure a cell on forked ranks, and trace it in another."""
     with tempfile.TemporaryDirectory() as folder:
-        config = cell.config(folder)
-        measured = run_ranks(measure_rank, cell.processes, config, group=cell.processes > 1)
-        [traced] = run_ranks(_trace, 1, config, cell.processes, measured[0][1], group=False)
+        return compare_run(cell.config(folder), cell.processes)
+
+
+def compare_run(config: RunConfig, processes: int) -> Peaks:
+    """Measure a run on forked ranks, and trace it in another."""
+    measured = run_ranks(measure_rank, processes, config, group=processes > 1)
+    [traced] = run_ranks(_trace, 1, config, processes, measured[0][1], group=False)
     return Peaks(traced=traced, measured=max(peak for peak, _ in measured))
 
 

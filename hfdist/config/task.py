@@ -58,6 +58,18 @@ class Pooling(Enum):
     mean = "mean"
 
 
+class TeacherSharding(Enum):
+    """Where the weights of a teacher are.
+
+    `auto`: `sharded` where ranks share the weights of the student; `whole`: on each rank that computes losses;
+    `sharded`: over these ranks, by FSDP2.
+    """
+
+    auto = "auto"
+    whole = "whole"
+    sharded = "sharded"
+
+
 class TaskName(Enum):
     """What a run trains.
 
@@ -109,7 +121,7 @@ class Traits:
     is_of_next_tokens: bool = False
     """Whether it trains the next tokens of texts, so that its loss has a perplexity."""
     is_planned: bool = False
-    """Whether a plan covers a whole run: plans leave out rollouts and teachers, and know only models of tokens."""
+    """Whether a plan covers a whole run: plans leave out rollouts, and know only models of tokens."""
     is_reinforcement: bool = False
     """Whether the model answers prompts, and learns from the rewards."""
     has_teacher: bool = False
@@ -279,8 +291,12 @@ TRAITS = {
         trainer="GKDTrainer",
         learning_rate=2e-5,
         loss_unit="nats a token",
-        keys=("temperature", "teacher", "divergence_beta"),
+        keys=(
+            *("teacher", "divergence_beta", "teacher_top_k", "teacher_sharding"),
+            *("on_policy", "max_new_tokens", "temperature", "top_k", "top_p"),
+        ),
         method="by distillation: it learns what a teacher predicts for each next token (GKD, arXiv 2306.13649)",
+        is_planned=True,
         has_teacher=True,
     ),
     TaskName.embed: Traits(
@@ -349,13 +365,13 @@ class TaskConfig:
     A forward has so many rows for each.
     """
     max_new_tokens: int = limited(256, at_least=1)
-    """grpo, rloo, online_dpo: most tokens of an answer; of an episode, those that the model reads in it count, too."""
+    """grpo, rloo, online_dpo, distill: most tokens of an answer; of an episode, with those that the model reads."""
     temperature: float = limited(1.0, above=0)
-    """grpo, rloo, online_dpo: of the distribution that answers are drawn from; distill: of both distributions."""
+    """Temperature of the distribution that answers are drawn from; distill: of student and teacher in the loss, too."""
     top_k: int | None = limited(None, at_least=1)
-    """grpo, rloo, online_dpo: number of the likeliest tokens that an answer is drawn from; null: all."""
+    """grpo, rloo, online_dpo, distill: number of the likeliest tokens that an answer is drawn from; null: all."""
     top_p: float = limited(1.0, above=0, at_most=1)
-    """grpo, rloo, online_dpo: probability that the likeliest tokens, from which an answer is drawn, reach together."""
+    """grpo, rloo, online_dpo, distill: probability that the tokens which answers are drawn from reach together."""
     teacher: str | None = None
     """distill: folder of the model that the trained one learns from; it has the same tokens."""
     divergence_beta: float = limited(0.0, at_least=0, at_most=1)
@@ -363,6 +379,15 @@ class TaskConfig:
 
     The mix has `divergence_beta` of the teacher (generalized Jensen-Shannon divergence, arXiv 2306.13649).
     """
+    teacher_top_k: int | None = limited(None, at_least=1)
+    """distill: number of the teacher's likeliest tokens that are kept on disk for each target; null: it computes all.
+
+    They are computed before the first step. Then the teacher is not in memory, and all other tokens count as one.
+    """
+    teacher_sharding: TeacherSharding = TeacherSharding.auto
+    """distill: auto | whole | sharded: whether the ranks that compute losses share the teacher's weights."""
+    on_policy: float = limited(0.0, at_least=0, at_most=1)
+    """distill: share of the steps whose answers the model itself draws; the other steps have those of the rows."""
     rewards: dict[str, float] = field(default_factory=dict)
     """Rewards with their weights: {arithmetic: 1.0}; arithmetic, code, overlong, reward_model, environment, or of
     installed packages.
@@ -434,3 +459,8 @@ class TaskConfig:
     def uses_generators(self) -> bool:
         """Whether prompts are answered beside the ranks."""
         return self.generators > 0 or self.generators_port is not None
+
+    @property
+    def answers_prompts(self) -> bool:
+        """Whether the model itself answers prompts in its steps, so that a row is one prompt."""
+        return self.name.traits.is_reinforcement or self.on_policy > 0

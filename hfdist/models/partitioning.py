@@ -7,7 +7,7 @@ from contextlib import AbstractContextManager, nullcontext
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel, TrainingArguments
+from transformers import TrainingArguments
 
 
 def whole_shape(parameter: torch.Tensor) -> tuple[int, ...]:
@@ -36,12 +36,6 @@ class Partitioning:
     def without_partitioning(self, arguments: TrainingArguments) -> AbstractContextManager[object]:
         """For a while, let this rank make or read whole models of its own; `arguments` are those of the run."""
         return nullcontext()
-
-    def shard_frozen(self, model: PreTrainedModel) -> None:
-        """Leave this rank's part of another whole model, in place, where weights are sharded over data ranks.
-
-        Then each of its forwards is a collective, without gradients. A collective.
-        """
 
 
 WHOLE = Partitioning()

@@ -27,10 +27,9 @@ DOES_NOT_FIT = ResourceError.exit_code
 _OF_PROMPTS = """
 
 This counts prompts only. The run also samples answers, and a forward has task.num_generations of them for each."""
-_WITHOUT_TEACHER = """
+_OF_ROWS = """
 
-This leaves the teacher out: its weights, whole on each rank that computes losses, or sharded as the layout shards
-weights, and one more forward of each micro batch."""
+This counts steps that learn from the rows. In task.on_policy of the steps the run also samples answers."""
 _HELP = """\
 Say what a run will need before it starts: memory, time, traffic and cost, on any hardware. It starts nothing.
 
@@ -111,8 +110,8 @@ def _plan(arguments: list[str]) -> None:
     os.environ["DS_ACCELERATOR"] = "cpu"
     with redirect_stdout(sys.stderr):
         found = answer(request)
-    traits = request.config.task.name.traits
-    note = _OF_PROMPTS if traits.is_reinforcement else _WITHOUT_TEACHER if traits.has_teacher else ""
+    task = request.config.task
+    note = _OF_PROMPTS if task.name.traits.is_reinforcement else _OF_ROWS if task.answers_prompts else ""
     sys.stdout.write(f"{json.dumps(found.content, indent=1) if request.as_json else found.text + note}\n")
     if not found.fits:
         sys.exit(DOES_NOT_FIT)

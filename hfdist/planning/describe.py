@@ -134,6 +134,14 @@ def _where(own: Sequence[AxisTraffic]) -> str:
 
 def _run_rows(plan: Plan) -> Iterator[tuple[str, str, str]]:
     yield "the run", describe_whole_run(plan), ""
+    if plan.kept_bytes_per_step:
+        number = plan.max_steps or 1
+        steps = "a step" if plan.max_steps is None else "all steps"
+        yield (
+            "on disk",
+            size(plan.kept_bytes_per_step * number),
+            f"at most, of the teacher's likeliest tokens, for {steps}",
+        )
     yield "bound by", plan.binds, ""
     if plan.advice is not None:
         yield "try", plan.advice, ""

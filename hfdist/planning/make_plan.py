@@ -30,6 +30,7 @@ from hfdist.models.attention_choice import choose_attention
 from hfdist.models.blocks import find_block_parts
 from hfdist.models.build import make_without_values
 from hfdist.models.flops import ModelSize, flops_per_token, measure_size
+from hfdist.models.loss.distillation import top_bytes
 from hfdist.models.partitioning import Partitioning
 from hfdist.models.resolve import resolve_model
 from hfdist.models.tokenizer import load_tokenizer
@@ -43,6 +44,7 @@ from hfdist.planning.searching.evaluate import Candidate, Evaluator, Machines
 from hfdist.planning.searching.search import measure
 from hfdist.planning.timing.step_time import StepParts, step_parts
 from hfdist.planning.timing.traffic import step_sizes, traffic
+from hfdist.planning.tracing.fake_teacher import measure_teacher
 from hfdist.planning.tracing.memory import RankTrace, fullest_pipeline, trace_rank
 from hfdist.strategies.base import Strategy
 from hfdist.strategies.select import select_strategy
@@ -134,6 +136,9 @@ def make_plan(
         islands=island_traffic(config.islands, exchanged, largest=sizes.embedding if sizes.trained_share == 1 else 0),
         max_steps=None,
         currency=config.cost.currency,
+        kept_bytes_per_step=0
+        if config.task.teacher_top_k is None
+        else batch.tokens_per_step * top_bytes(config.task.teacher_top_k),
         is_traced=by_formulas is None,
     )
     plan = replace(plan, binds=_binds(plan))
@@ -164,7 +169,9 @@ def _measure(config: RunConfig, architecture: PreTrainedConfig, *, is_gpu: bool)
         # Only what is trained has gradients to compute and to send.
         TrainableParameters.of(config).choose(model, seed=config.train.seed, layout=Partitioning())
     whole, tensor = stepped_whole(config.optimizer, model), config.strategy.tensor
-    sizes = step_sizes(model, config.train, tensor=tensor, is_gpu=is_gpu, stepped_whole=whole)
+    sizes = step_sizes(
+        model, config.train, tensor=tensor, is_gpu=is_gpu, stepped_whole=whole, frozen=measure_teacher(config)
+    )
     return measure_size(model), sizes, describe_parts(model) if config.adapter.is_used else ""
 
 

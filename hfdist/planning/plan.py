@@ -30,6 +30,8 @@ class Plan:
     """Bytes between islands, which the time of a step leaves out; None: there are no islands."""
     ideal_seconds: dict[str, float] = field(default_factory=dict)
     """Seconds of a step by component, without factors: see `StepParts`."""
+    kept_bytes_per_step: int = 0
+    """The most bytes on disk of the teacher's likeliest tokens, for the tokens of a step; 0: they are not kept."""
     is_traced: bool = True
     """Whether memory and operations are those of a trace; otherwise of the formulas of a search."""
     timed_runs: int = 0

@@ -44,6 +44,8 @@ class RunFolder:
         """Folder with the policy, and with what generators print."""
         self.reference = path / "reference"
         """Folder with log-probabilities of the reference."""
+        self.teacher = path / "teacher"
+        """Folder with the likeliest tokens of the teacher."""
         self.timeline = path / "timeline.json"
         """A step of a pipeline as a Chrome trace."""
         self.watch = path / "watch"

@@ -92,9 +92,9 @@ class Run(RunState):
         """
         self.data = build_data(self._here, self.topology)
         fit_vocabulary(self.architecture, self.data.tokenizer, self._here.model)
-        if (teacher := self.config.task.teacher) is not None:
+        if (task := self.config.task).teacher is not None:
             length = self.config.data.sequence_length
-            check_teacher(teacher, self.data.tokenizer, self.architecture, sequence_length=length)
+            check_teacher(task, self.data.tokenizer, self.architecture, sequence_length=length)
 
     @reporting("opening the run's folder")
     def open_folder(self) -> None:

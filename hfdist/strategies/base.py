@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from hfdist.config.batch import BatchPlan
 from hfdist.config.strategy import Compression, StrategyConfig
+from hfdist.config.task import TeacherSharding
 from hfdist.config.train import Precision
 from hfdist.errors import ConfigError
 from hfdist.models.partitioning import Partitioning
@@ -89,7 +90,27 @@ class Strategy(Partitioning):
     def traffic(self, sizes: StepSizes) -> list[Sent]:
         """Give what a rank sends in a step, of those that send most. Needs no process group and no model."""
         axes = Axes(self.topology, self.batch, self.config, sizes)
-        return [*axes.model_axes(), *self._state_traffic(axes), *self._whole_traffic(axes)]
+        frozen = (
+            []
+            if sizes.frozen is None
+            else axes.gather_frozen(sizes.frozen, self.ranks_of_frozen(sizes.frozen.sharding))
+        )
+        return [*axes.model_axes(), *self._state_traffic(axes), *self._whole_traffic(axes), *frozen]
+
+    def ranks_of_frozen(self, sharding: TeacherSharding, *, by_all: bool = False) -> int:
+        """Give the number of ranks that share another model's weights; 1: each rank that runs it has it whole.
+
+        `by_all`: all ranks run it at the same time, and not only those of a last stage.
+        """
+        topology = self.topology
+        if sharding is TeacherSharding.whole or (sharding is TeacherSharding.auto and not self.shares):
+            return 1
+        return topology.world_size if by_all else topology.shard * topology.context * topology.tensor
+
+    @property
+    def computes_losses(self) -> bool:
+        """Whether this rank has the model's last stage."""
+        return True
 
     def _state_traffic(self, axes: Axes) -> Iterable[Sent]:
         """Weights and gradients."""

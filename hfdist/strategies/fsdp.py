@@ -17,7 +17,6 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from transformers import PreTrainedModel
 
 from hfdist.checkpoint.piece import Piece
 from hfdist.collectives import device_of
@@ -83,11 +82,6 @@ class FsdpStrategy(Strategy):
             engine = FsdpEngine(model, self.mesh, context, parts, self.config.frees_after_forward, unused)
         self._count_fractions(engine)
         return engine
-
-    def shard_frozen(self, model: PreTrainedModel) -> None:
-        """As the model that is trained, but not over tensor ranks, and with no block whole for a backward."""
-        if self.topology.data > 1:
-            shard_model(model, self.mesh, replace(self.config, reshard=True))
 
     def _state_traffic(self, axes: Axes) -> Iterable[Sent]:
         # The root is gathered once; blocks again for the backward, unless they are kept.

@@ -25,21 +25,34 @@ from hfdist.strategies.parts import ModelParts
 
 
 def shard_model(
-    model: nn.Module, mesh: DeviceMesh, config: StrategyConfig, parts: ModelParts | None = None
+    model: nn.Module,
+    mesh: DeviceMesh,
+    config: StrategyConfig,
+    parts: ModelParts | None = None,
+    *,
+    axis: str = "sharded",
 ) -> frozenset[str]:
-    """Shard a model over the data ranks in place; as `shard_by_blocks`."""
+    """Shard a model over the ranks of an axis in place; as `shard_by_blocks`."""
     check_no_scalars(model, "FSDP2")
     name = type(model).__name__
-    unused = shard_by_blocks(model, model, mesh, config, parts)
+    unused = shard_by_blocks(model, model, mesh, config, parts, axis=axis)
     # Exported configs name the class, and the Trainer knows causal models by it.
     type(model).__name__ = name
     return unused
 
 
 def shard_by_blocks(
-    model: nn.Module, root: nn.Module, mesh: DeviceMesh, config: StrategyConfig, parts: ModelParts | None = None
+    model: nn.Module,
+    root: nn.Module,
+    mesh: DeviceMesh,
+    config: StrategyConfig,
+    parts: ModelParts | None = None,
+    *,
+    axis: str = "sharded",
 ) -> frozenset[str]:
     """Shard a model over the data ranks in place: a unit a block, and the rest with `root`, which is or has the model.
+
+    `axis` of the mesh names the ranks that each have a part, if they are others.
 
     Experts that ranks share are units of their own, sharded over the ranks that hold the same.
 
@@ -51,7 +64,7 @@ def shard_by_blocks(
     """
     unused = unused_parameters(cast(PreTrainedModel, model))
     units = list(_list_units(cast(PreTrainedModel, model)))
-    axes = _with_replicas(mesh, "sharded")
+    axes = _with_replicas(mesh, axis)
     offloads = config.offload is Offload.cpu
     policy = CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if offloads else OffloadPolicy()
     for experts in () if parts is None else parts.list_experts(model):

@@ -78,6 +78,10 @@ class RankSizes:
     """Bytes that the backward of a block needs besides."""
     of_head: float
     """Bytes that the loss needs besides."""
+    frozen: float = 0.0
+    """Bytes that a rank holds of another model's weights."""
+    frozen_gathered: float = 0.0
+    """Bytes of these that are whole for a moment of the forward, where ranks share them."""
 
     @property
     def stepped(self) -> float:

@@ -14,6 +14,7 @@ from typing import TypedDict, Unpack
 
 from hfdist.config.batch import BatchPlan
 from hfdist.config.strategy import Compression, ContextMethod, StrategyConfig
+from hfdist.config.task import TeacherSharding
 from hfdist.sent_bytes import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER, SEND, ring_bytes
 from hfdist.topology import Topology
 
@@ -76,6 +77,20 @@ class TensorSizes:
 
 
 @dataclass(frozen=True, kw_only=True)
+class FrozenSizes:
+    """Numbers of another model, of which forwards alone are run."""
+
+    weight_bytes: float
+    """Bytes of all parameters."""
+    gathered_bytes: float
+    """The most that is whole at a time where ranks share them: a block, and what is in no block."""
+    num_blocks: int
+    sequence_flops: float
+    """FLOPs of a forward of one sequence."""
+    sharding: TeacherSharding
+
+
+@dataclass(frozen=True, kw_only=True)
 class StepSizes:
     """Numbers of a whole model, in elements, and of a step's arithmetic."""
 
@@ -103,6 +118,8 @@ class StepSizes:
     num_expert_blocks: int = 0
     chosen_experts: int = 0
     """Number of experts that are chosen for a token."""
+    frozen: FrozenSizes | None = None
+    """Of another model that runs beside this one; None: there is none."""
     tensor: TensorSizes = field(default_factory=TensorSizes)
     """Sizes of the plan for `strategy.tensor` ranks."""
     weight_bytes: int = 4
@@ -221,6 +238,16 @@ class Axes:
             yield from self.reduce(
                 ALL_REDUCE, REPLICATE, held / shards, calls=calls_of_replicas, hidden_by=ends, of_experts=of_experts
             )
+
+    def gather_frozen(self, frozen: FrozenSizes, num_ranks: int) -> Iterator[Sent]:
+        """The weights of another model, for each forward, of a rank that runs it."""
+        topology, number = self.topology, self.batch.num_microbatches
+        axis = (DATA if topology.replicate == 1 else SHARD) if topology.shard * topology.context > 1 else "tensor"
+        axis = f"{axis} x tensor" if topology.tensor > 1 and axis != "tensor" else axis
+        num_bytes, calls = frozen.weight_bytes * number, (frozen.num_blocks + 1) * number
+        yield from self._send(
+            ALL_GATHER, axis, num_ranks, 1, num_bytes, calls, hidden_by=Phase.forward, microbatches=number
+        )
 
     def gather_parts(self) -> Iterator[Sent]:
         """Of parameters that must be stepped whole, what tensor and expert ranks share: see `_exchange_parts`."""

@@ -17,6 +17,7 @@ from hfdist.strategies.base import Strategy
 from hfdist.trainer.step.objective import Objective
 from hfdist.tune.distill import Distillation
 from hfdist.tune.embed import Embeddings
+from hfdist.tune.kept_teacher import KeptTeacher
 from hfdist.tune.learned_reward import LearnedReward
 from hfdist.tune.moving_reference import MovingReference
 from hfdist.tune.online_preference import OnlinePreferences
@@ -26,6 +27,7 @@ from hfdist.tune.reference import ReferenceTable
 from hfdist.tune.reward import RewardPairs
 from hfdist.tune.rollout import Rollouts
 from hfdist.tune.rollout_lines import RolloutLines
+from hfdist.tune.student_answers import StudentAnswers
 from hfdist.tune.teacher import Teacher
 from hfdist.tune.unpaired import KahnemanTversky
 
@@ -52,8 +54,10 @@ def make_objective(
         case TaskName.embed:
             return Embeddings(task, config.data.texts, tokenizer)
         case TaskName.distill:
-            assert task.teacher is not None  # checked with the config
-            return Distillation(task, Teacher(task.teacher, layout=strategy, arguments=arguments))
+            teacher = Teacher(task, layout=strategy, arguments=arguments)
+            if task.teacher_top_k is not None:
+                return Distillation(task, KeptTeacher(config.run.folder.teacher, teacher, task))
+            return Distillation(task, teacher, StudentAnswers(config, tokenizer) if task.on_policy else None)
         case TaskName.grpo | TaskName.rloo | TaskName.online_dpo:
             rollouts = Rollouts(
                 config,

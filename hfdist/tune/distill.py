@@ -1,41 +1,64 @@
 """Distillation: a model learns the distribution that a teacher has over each next token (GKD, arXiv 2306.13649).
 
-The loss is the divergence at each target of ordinary rows, `models/loss/divergence.py`, a mean over the targets of the
-global batch. Logits exist some rows at a time, those of the teacher too.
+The loss is the divergence at each target, `models/loss/divergence.py`, a mean over the targets of the global batch. The
+targets are those of ordinary rows, or in a share of the steps the tokens of the model's own answers. Logits exist some
+rows at a time, those of the teacher too.
 """
 
 from __future__ import annotations
-
-from contextlib import nullcontext
 
 import torch
 from torch import nn
 
 from hfdist.config.batch import IGNORED
 from hfdist.config.task import TaskConfig
-from hfdist.models.loss.lazy_logits import sum_divergences
-from hfdist.strategies.engine import Batch
-from hfdist.trainer.step.objective import Objective, token_logits
+from hfdist.models.loss.distillation import sum_from_teacher
+from hfdist.strategies.engine import Batch, TrainerHooks
+from hfdist.trainer.step.objective import Objective
+from hfdist.trainer.training import Training
+from hfdist.tune.kept_teacher import KeptTeacher
+from hfdist.tune.student_answers import StudentAnswers
 from hfdist.tune.teacher import Teacher
 
 
 class Distillation(Objective):
-    """Off-policy distillation. An item is a target."""
+    """An item is a target.
 
-    def __init__(self, task: TaskConfig, teacher: Teacher) -> None:
+    Args:
+        task: `task.*` of the run.
+        teacher: says how likely each token is: now, or before the first step.
+        answers: gives the model's own answers; None: the rows are learned from as they are.
+    """
+
+    def __init__(self, task: TaskConfig, teacher: Teacher | KeptTeacher, answers: StudentAnswers | None = None) -> None:
         super().__init__()
-        self._task, self._teacher = task, teacher
+        self._task, self._teacher, self._answers = task, teacher, answers
+        self.names = () if answers is None else ("completion_tokens",)
 
     def count(self, batch: Batch) -> torch.Tensor:
         """Count the targets."""
         return (batch["labels"][:, 1:] != IGNORED).sum()
 
+    def begin(self, training: Training) -> None:
+        """Let the teacher compute what is kept of it."""
+        super().begin(training)
+        self._teacher.begin(training)
+        if self._answers is not None:
+            self._answers.begin(training)
+
+    def prepare(self, batch: Batch) -> Batch:
+        """Add what is kept of the teacher."""
+        return self._teacher.prepare(batch)
+
+    def begin_step(self, batches: list[Batch], hooks: TrainerHooks) -> list[Batch]:
+        """Let the model answer the prompts, in the steps that have its own answers."""
+        if self._answers is not None and self._answers.has(self._training.state.global_step):
+            batches = self._answers.answer(batches)
+            lengths = torch.cat([(batch["labels"] != IGNORED).sum(1) for batch in batches])
+            self._note(lengths > 0, {"completion_tokens": lengths})
+        return super().begin_step(batches, hooks)
+
     def loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         """Sum the divergences at the targets."""
-        head, temperature = self._training.head, self._task.temperature
-        with nullcontext() if head is None else head.deferring(model):
-            student = token_logits(model, batch, temperature=temperature)
-            # Second: in a pipeline, the model ends the call on each stage but the last, and these need no teacher.
-            with self._teacher.logits(batch, temperature=temperature) as teacher:
-                beta, targets = self._task.divergence_beta, batch["labels"][:, 1:]
-                return sum_divergences(student, teacher, targets, beta=beta, ignore_index=IGNORED)
+        teacher, temperature = self._teacher.rows(batch), self._task.temperature
+        return sum_from_teacher(self._training.head, model, batch, teacher, temperature=temperature)

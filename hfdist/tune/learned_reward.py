@@ -17,10 +17,10 @@ from hfdist.config.paths import expand_user
 from hfdist.config.task import SCORE, Head
 from hfdist.data.tokenization.text_encoder import Encoder
 from hfdist.errors import ConfigError
+from hfdist.models.frozen import SAFELY, find_frozen, read_frozen, read_tokenizer
 from hfdist.models.names.weight_names import read_names
 from hfdist.models.partitioning import Partitioning
 from hfdist.rewards import Generation
-from hfdist.tune.frozen import SAFELY, find_frozen, read_frozen, read_tokenizer
 from hfdist.tune.reward import token_scores
 
 _KEY = "task.reward_model"

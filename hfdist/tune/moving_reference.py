@@ -9,7 +9,8 @@ import torch
 
 from hfdist.strategies.engine import Batch, Forward
 from hfdist.trainer.training import Training
-from hfdist.tune.reference import REFERENCE, keys_of_documents, log_probabilities_of_answers
+from hfdist.tune.document_table import places
+from hfdist.tune.reference import REFERENCE, log_probabilities_of_answers
 from hfdist.tune.reference_weights import ReferenceWeights
 from hfdist.tune.shared_values import share_values
 
@@ -17,7 +18,7 @@ from hfdist.tune.shared_values import share_values
 class MovingReference:
     """What `ReferenceTable` is for a reference that stays."""
 
-    # What `fill` sets.
+    # What `compute` sets.
     _training: Training
     weights: ReferenceWeights
 
@@ -25,7 +26,7 @@ class MovingReference:
         self._known: dict[int, float] = {}
         """Log-probabilities by the key of a document, of the last step or evaluation."""
 
-    def fill(self, training: Training, parts: Callable[[Batch], list[Batch]]) -> None:
+    def compute(self, training: Training, parts: Callable[[Batch], list[Batch]]) -> None:
         """Keep the weights that the model is compared with."""
         self._training, self.weights = training, ReferenceWeights(training.engine)
 
@@ -36,11 +37,11 @@ class MovingReference:
         with self.weights.in_place():
             for batch in batches:
                 values = share_values(self._training, batch, forward, of_answers)
-                self._known |= {key: float(values[row, start]) for row, start, key in keys_of_documents(batch)}
+                self._known |= {key: float(values[row, start]) for row, start, _, key in places(batch)}
 
     def prepare(self, batch: Batch) -> Batch:
         """Add the log-probabilities of a batch's documents, under the key REFERENCE."""
         values = torch.zeros(batch["labels"].shape)
-        for row, start, key in keys_of_documents(batch):
+        for row, start, _, key in places(batch):
             values[row, start] = self._known[key]
         return batch | {REFERENCE: values}

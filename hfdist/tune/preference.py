@@ -57,7 +57,7 @@ class Preferences(Objective):
         """Compute the reference's log-probabilities of all pairs."""
         super().begin(training)
         if self._table is not None:
-            self._table.fill(training, lambda batch: [batch])
+            self._table.compute(training, lambda batch: [batch])
 
     def prepare(self, batch: Batch) -> Batch:
         """Add the reference's log-probabilities."""

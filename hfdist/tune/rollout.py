@@ -6,7 +6,6 @@ layout changes it. An answer is a row: the prompt, the answer, and a filling, wh
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -31,8 +30,17 @@ from hfdist.trainer.generation.sampling import Sampling, sample_completions
 from hfdist.trainer.training import Training
 from hfdist.tune.acting import Acting
 from hfdist.tune.answer import Answer
+from hfdist.tune.prompt_seeds import answer_seeds, prompt_numbers
 from hfdist.tune.rollout_lines import RolloutLines
-from hfdist.tune.rollout_rows import OLD_LOG_PROBABILITIES, REWARDS, TRAINS, at_targets, make_rows, read_examples
+from hfdist.tune.rollout_rows import (
+    OLD_LOG_PROBABILITIES,
+    REWARDS,
+    TRAINS,
+    at_targets,
+    fill_id,
+    make_rows,
+    read_examples,
+)
 from hfdist.tune.scoring import Scoring
 from hfdist.tune.step_rewards import differ, of_answers, of_steps
 
@@ -158,7 +166,7 @@ class Rollouts:
         self, examples: Sequence[Example], forwarding: Callable[[], AbstractContextManager[Forward]]
     ) -> tuple[list[Example], list[Answer]]:
         """Give the examples, each as often as it is answered and as the model has read it, and all answers."""
-        count, numbers = self._task.num_generations, self._numbers(len(examples))
+        count, numbers = self._task.num_generations, prompt_numbers(self._training, len(examples))
         repeated = [example for example in examples for _ in range(count)]
         if self.generators is not None:
             given = self.generators.answer(numbers, [example.prompt for example in examples])
@@ -248,20 +256,10 @@ class Rollouts:
 
     @property
     def _fill_id(self) -> int:
-        tokenizer = self._tokenizer
-        return int(tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id)
-
-    def _numbers(self, num_prompts: int) -> list[int]:
-        """Numbers in the run's data of the prompts that this rank has read last."""
-        topology = self._topology
-        first = self._training.num_samples() - num_prompts * topology.data
-        return [first + place * topology.data + topology.data_rank for place in range(num_prompts)]
+        return fill_id(self._tokenizer)
 
     def _seeds_of(self, number: int) -> list[int]:
-        """Give a seed for each answer to the prompt with this number."""
-        texts = (f"{self._seed}:{number}:{own}" for own in range(self._task.num_generations))
-        digests = (hashlib.blake2b(text.encode(), digest_size=8).digest() for text in texts)
-        return [int.from_bytes(digest, "little") for digest in digests]
+        return answer_seeds(self._seed, number, self._task.num_generations)
 
     def _with_columns(self, examples: list[Example], documents: Sequence[Sequence[int]]) -> list[Example]:
         """Add the other columns of the rows, where the stream tells which documents they are. A collective then."""

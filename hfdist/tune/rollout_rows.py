@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from transformers import PreTrainedTokenizerBase
 
 from hfdist.config.batch import IGNORED
 from hfdist.data.documents.examples import Example
@@ -21,6 +22,11 @@ TRAINS = "trains"
 """Key in a batch, if some answers do not train: whether an answer trains; shape [rows]."""
 OLD_LOG_PROBABILITIES = "old_log_probabilities"
 """Key in a batch of generators' answers: log-probabilities of the tokens when they were drawn; shape [rows, tokens]."""
+
+
+def fill_id(tokenizer: PreTrainedTokenizerBase) -> int:
+    """Give the token that fills up rows."""
+    return int(tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id)
 
 
 def read_examples(batch: Batch, room: int | None) -> list[Example]:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
-from functools import cached_property
+from contextlib import contextmanager
+from functools import cached_property, partial
 from itertools import islice
-from typing import Any
 
 import torch
-from torch.distributed.fsdp import FSDPModule
 from transformers import (
     AutoModelForCausalLM,
     PreTrainedConfig,
@@ -19,15 +18,17 @@ from transformers import (
 )
 
 from hfdist.config.paths import expand_user
-from hfdist.config.task import Head
+from hfdist.config.task import Head, TaskConfig
 from hfdist.errors import ConfigError
-from hfdist.models.loss.lazy_logits import Logits, Rows, deferring
+from hfdist.models.frozen import SAFELY, find_frozen, read_frozen, read_tokenizer
+from hfdist.models.loss.distillation import asking
+from hfdist.models.loss.teacher_rows import WholeRows
 from hfdist.models.names.weight_names import read_names
-from hfdist.models.partitioning import Partitioning
+from hfdist.strategies.base import Strategy
 from hfdist.strategies.engine import Batch
-from hfdist.trainer.step.objective import token_logits
+from hfdist.strategies.frozen import shard_frozen
+from hfdist.trainer.training import Training
 from hfdist.tune.fit_model import check_packable
-from hfdist.tune.frozen import SAFELY, find_frozen, read_frozen, read_tokenizer
 
 _KEY = "task.teacher"
 _ALLOWED = "the folder of a causal language model in safetensors, with the tokenizer of the model that is trained"
@@ -37,20 +38,22 @@ _SHOWN = 2
 
 
 def check_teacher(
-    path: str, tokenizer: PreTrainedTokenizerBase, student: PreTrainedConfig, *, sequence_length: int
+    task: TaskConfig, tokenizer: PreTrainedTokenizerBase, student: PreTrainedConfig, *, sequence_length: int
 ) -> None:
     """Check the small files of a teacher, before there is a process group.
 
     Args:
-        path: folder of the teacher.
+        task: `task.*` of the run, which names the folder of the teacher.
         tokenizer: of the model that is trained.
         student: config of that model.
         sequence_length: tokens of a sequence.
 
     Raises:
         ConfigError: the folder holds no causal language model in safetensors, or one with other tokens, fewer tokens
-            than the student, or too few positions; or it sees through from one packed document to the next.
+            than the student, or too few positions; or it sees through from one packed document to the next. Or more
+            of its likeliest tokens are to be kept than there are.
     """
+    path = str(task.teacher)
 
     def refuse(what: str, found: object, allowed: str = _ALLOWED, hint: str = _HINT) -> ConfigError:
         return ConfigError(what, where=_KEY, found=f"{path}, {found}", allowed=allowed, hint=hint)
@@ -63,6 +66,10 @@ def check_teacher(
     if taught < known:
         found = f"with {taught:,} rows of logits, and a student with {known:,}"
         raise refuse("the teacher says nothing of some tokens of the model that is trained", found)
+    if task.teacher_top_k is not None and task.teacher_top_k > known:
+        what, hint = "the model that is trained has fewer tokens", "task.teacher_top_k=64"
+        where, allowed = "task.teacher_top_k", f"<= {known}"
+        raise ConfigError(what, where=where, found=task.teacher_top_k, allowed=allowed, hint=hint)
     positions = getattr(config.get_text_config(), "max_position_embeddings", None)
     if isinstance(positions, int) and 0 < positions < sequence_length:
         what, hint = "sequences are longer than the teacher has positions", f"data.sequence_length={positions}"
@@ -85,41 +92,47 @@ def _describe_difference(teacher: PreTrainedTokenizerBase, student: PreTrainedTo
 
 
 class Teacher:
-    """The frozen model; it is read when the rank first computes a loss. Sharded as the layout shards weights.
+    """The frozen model; it is read when the rank first needs it, and shared by ranks as `task.teacher_sharding` says.
 
     Args:
-        path: folder of the model, checked by `check_teacher`.
+        task: `task.*` of the run; its teacher was checked by `check_teacher`.
         layout: layout in which the student is trained.
         arguments: arguments of the run.
     """
 
-    def __init__(self, path: str, *, layout: Partitioning, arguments: TrainingArguments) -> None:
-        self._path, self._layout, self._arguments = path, layout, arguments
+    def __init__(self, task: TaskConfig, *, layout: Strategy, arguments: TrainingArguments) -> None:
+        self._task, self._layout, self._arguments = task, layout, arguments
 
     @cached_property
     def _model(self) -> PreTrainedModel:
+        assert self._task.teacher is not None
+        # What is kept of it is computed by all ranks together.
+        by_all, sharding = self._task.teacher_top_k is not None, self._task.teacher_sharding
         return read_frozen(
             AutoModelForCausalLM,
-            self._path,
+            self._task.teacher,
             where=_KEY,
             layout=self._layout,
             arguments=self._arguments,
-            shards=True,
+            shard=partial(shard_frozen, layout=self._layout, sharding=sharding, by_all=by_all),
         )
 
+    def free(self) -> None:
+        """Take the model out of memory, until it is needed again."""
+        self.__dict__.pop("_model", None)
+        # What FSDP2 has sharded refers to itself in a circle.
+        gc.collect()
+
+    def begin(self, training: Training) -> None:
+        """Do nothing: what it says is computed when it is needed."""
+
+    def prepare(self, batch: Batch) -> Batch:
+        """Give the batch as it is."""
+        return batch
+
     @contextmanager
-    def logits(self, batch: Batch, *, temperature: float) -> Iterator[Logits]:
-        """Give the logits of all tokens but the first of each row, divided; in this context they need not be whole."""
-        head: Any = self._model.get_output_embeddings()
-        vocabulary = getattr(head, "out_features", None)
-        with nullcontext() if vocabulary is None else deferring(head, vocabulary, _no_loss):
-            with torch.no_grad():
-                logits = token_logits(self._model, batch, temperature=temperature)
-            yield logits
-        if isinstance(self._model, FSDPModule):
-            # FSDP2 keeps what is in no block, embeddings and head, for a backward, and a teacher has none.
-            self._model.reshard()
-
-
-def _no_loss(rows: Rows) -> torch.Tensor:
-    raise AssertionError("a teacher has no loss")
+    def rows(self, batch: Batch) -> Iterator[WholeRows]:
+        """Give what it says of all tokens but the first of each row; in this context logits need not be whole."""
+        # Only now: a rank that never comes here has no need of the model.
+        with asking(self._model, batch, temperature=self._task.temperature, beta=self._task.divergence_beta) as rows:
+            yield rows

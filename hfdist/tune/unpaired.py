@@ -44,7 +44,7 @@ class KahnemanTversky(Objective):
     def begin(self, training: Training) -> None:
         """Compute the reference's log-probabilities of all answers."""
         super().begin(training)
-        self._table.fill(training, lambda batch: [batch, mismatched(batch)] if self._has_kl else [batch])
+        self._table.compute(training, lambda batch: [batch, mismatched(batch)] if self._has_kl else [batch])
 
     def prepare(self, batch: Batch) -> Batch:
         """Add the reference's log-probabilities."""

@@ -3,24 +3,28 @@
 import json
 import shutil
 from contextlib import contextmanager
+from functools import cache
 
 import pytest
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, TrainingArguments
 from trl.experimental.gkd import GKDTrainer
 
+from hfdist.config.task import TaskConfig, TaskName
 from hfdist.data.packing.sequence import IGNORED
 from hfdist.errors import ConfigError
+from hfdist.models.frozen import read_frozen
 from hfdist.models.initialize import initialize_by_name
 from hfdist.models.loss import chunked
 from hfdist.models.partitioning import WHOLE
 from hfdist.records import RunFolder, read_lines
 from hfdist.testing import run_ranks
 from hfdist.tune import teacher
-from hfdist.tune.frozen import read_frozen
+from hfdist.tune.student_answers import StudentAnswers
 from hfdist.tune.teacher import check_teacher
 from tests.distributed import trl_runs
 from tests.distributed.preference_runs import GLOBAL_BATCH, LENGTH, STEPS, make_config, read_answers, tune
@@ -61,8 +65,11 @@ def own(folder, *overrides):
 
 
 @contextmanager
-def watching(share):
-    """Several chunks of a micro batch; more logits of the teacher at a time, or more of its weights, end the run."""
+def watching(share, is_kept):
+    """Several chunks of a micro batch; more logits of the teacher at a time, or more of its weights, end the run.
+
+    `share`: of the weights, that a rank has; 0: it may not read the teacher. `is_kept`: all ranks read it.
+    """
     linear, read = functional.linear, teacher.read_frozen
 
     def limited(hidden, weight, bias=None):
@@ -71,6 +78,8 @@ def watching(share):
         return out
 
     def counted(*args, **kwargs):
+        assert share, "the teacher is read"
+        assert kwargs["layout"].computes_losses or is_kept, "a stage without losses reads the teacher"
         model = read(*args, **kwargs)
         # Before FSDP2 gathers for a forward: what the last one has left.
         model.register_forward_pre_hook(lambda *_: check_share(model), prepend=True)
@@ -78,7 +87,7 @@ def watching(share):
 
     def check_share(model):
         held = sum((p.to_local() if isinstance(p, DTensor) else p).numel() for p in model.parameters())
-        assert held == pytest.approx(share * sum(p.numel() for p in model.parameters()), rel=0.01)
+        assert held == pytest.approx(share * sum(p.numel() for p in model.parameters()), rel=0.02)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(chunked.CHUNK_LOGITS, "cpu", CHUNK_ROWS * VOCABULARY * chunked.TENSORS_OF_DIVERGENCE)
@@ -88,19 +97,40 @@ def watching(share):
         yield
 
 
-def distill(target, folder, num_ranks, *overrides):
-    is_sharded = any(word in ("strategy=zero3", "strategy=fsdp2") for word in overrides)
-    with watching(1 / num_ranks if is_sharded else 1):
+def distill(target, folder, num_ranks, *overrides, reads=True):
+    # Of the ranks that compute losses: those of a last stage.
+    sharded = {"zero3": 1, "fsdp2": 1, "tensor": 1, "pipeline_fsdp2": 2, "3d": 2}
+    if "task.teacher_sharding=sharded" in overrides:
+        sharded |= {"ddp": 1}
+    if "task.teacher_sharding=whole" in overrides:
+        sharded = {}
+    num_stages = max((sharded.get(word.removeprefix("strategy="), 0) for word in overrides), default=0)
+    is_kept = any(word.startswith("task.teacher_top_k=") for word in overrides)
+    if is_kept:
+        # All ranks run it together.
+        num_stages = int(num_stages > 0 or "strategy=pipeline" in overrides)
+    with watching((num_stages / num_ranks or 1) if reads else 0, is_kept):
         return tune(target, folder / "lm", folder / "rows.jsonl", num_ranks, *own(folder, *overrides))
 
 
 LORA = ("adapter=lora", "adapter.merge=false", "adapter.targets=[q_proj,lm_head]")
 
 
+TOP = ("task.teacher_top_k=5",)
+OWN = ("task.on_policy=0.5", "task.max_new_tokens=9", "task.top_k=18", "task.top_p=0.98", "train.seed=1")
+"""The second and the third step have answers of the student's own."""
+
+
 @pytest.fixture(scope="module")
 def single(tmp_path_factory, folder, cache_dir):
+    """A run of each case on one process, made when it is asked for."""
     target = tmp_path_factory.mktemp("single")
-    return {case: distill(target / str(len(case)), folder, 1, *case) for case in ((), LORA)}
+
+    @cache
+    def run(case):
+        return distill(target / str(hash(case)), folder, 1, *case)
+
+    return run
 
 
 def test_the_loss_is_that_of_trl(single, folder, tmp_path):
@@ -119,11 +149,11 @@ def test_the_loss_is_that_of_trl(single, folder, tmp_path):
         total = total + GKDTrainer.generalized_jsd_loss(logits, taught, labels, BETA, TEMPERATURE, reduction="sum")
     loss = total / sum(len(answer) for _, answer, _ in first)
     loss.backward()
-    assert losses(single[()])[0] == pytest.approx(float(loss.detach()), rel=1e-5)
+    assert losses(single(()))[0] == pytest.approx(float(loss.detach()), rel=1e-5)
     norm = torch.stack([p.grad.norm() for p in student.parameters()]).norm()
-    assert norms(single[()])[0] == pytest.approx(float(norm), rel=1e-5)
+    assert norms(single(()))[0] == pytest.approx(float(norm), rel=1e-5)
     assert len(first) > GLOBAL_BATCH
-    assert len(set(losses(single[()]))) == STEPS
+    assert len(set(losses(single(())))) == STEPS
 
 
 def norms(run):
@@ -146,30 +176,89 @@ def check_equal(run, reference):
     ("case", "layout", "num_ranks"),
     [
         many((), "ddp", 2),
+        many((), "ddp task.teacher_sharding=sharded", 2),
         many((), "zero1", 2),
         ((), "zero3 train.micro_batch_size=1", 2),
         (LORA, "fsdp2", 2),
         many((), "fsdp2 strategy.reshard=false", 2),
         many((), "pipeline", 2),
-        ((), "pipeline strategy.schedule=zbv train.micro_batch_size=1", 2),
-        ((), "tensor", 2),
+        many((), "pipeline strategy.schedule=zbv train.micro_batch_size=1", 2),
+        many((), "tensor", 2),
+        many((), "tensor task.teacher_sharding=whole", 2),
         many((), "3d train.micro_batch_size=1", 8),
         many((), "zero2", 2),
+        *(many(case, layout, 2) for case in (TOP, OWN) for layout in ("ddp", "zero3", "fsdp2", "tensor", "pipeline")),
+        *(many(case, "3d train.micro_batch_size=1", 8) for case in (TOP, OWN)),
     ],
 )
 def test_a_layout_changes_nothing(single, folder, tmp_path, case, layout, num_ranks):
     run = distill(tmp_path, folder, num_ranks, *case, *f"strategy={layout}".split())
-    check_equal(run, single[case])
+    check_equal(run, single(case))
 
 
-@pytest.mark.many
-def test_a_run_goes_on_in_another_layout(single, folder, tmp_path):
-    saves = ("checkpoint.every=2", "checkpoint.keep=9")
-    run = distill(tmp_path / "run", folder, 2, *saves, "strategy=fsdp2")
+@pytest.mark.parametrize(
+    ("case", "before", "after"),
+    [
+        many((), "fsdp2", "pipeline"),
+        # The teacher is not read again.
+        (TOP, "tensor", "pipeline strategy.schedule=zbv train.micro_batch_size=1"),
+        (OWN, "pipeline", "ddp task.teacher_sharding=sharded"),
+        many(OWN, "tensor", "zero3"),
+    ],
+)
+def test_a_run_goes_on_in_another_layout(single, folder, tmp_path, case, before, after):
+    saves = (*case, "checkpoint.every=2", "checkpoint.keep=9")
+    run = distill(tmp_path / "run", folder, 2, *saves, *f"strategy={before}".split())
+    check_equal(run, single(case))
     shutil.rmtree(run / "checkpoints" / f"step-{STEPS:08}")
     shutil.rmtree(run / "model")
-    distill(run, folder, 2, *saves, "strategy=pipeline")
-    check_equal(run, single[()])
+    distill(run, folder, 2, *saves, *f"strategy={after}".split(), reads=case is not TOP)
+    check_equal(run, single(case))
+
+
+def test_all_tokens_that_are_kept_are_the_live_teacher(single, folder, tmp_path):
+    """And of fewer the loss is a lower bound, which says the same of the data."""
+    kept = distill(tmp_path, folder, 1, f"task.teacher_top_k={VOCABULARY}")
+    check_equal(kept, single(()))
+    assert 0.3 * losses(kept)[0] < losses(single(TOP))[0] < 0.99 * losses(kept)[0]
+    files = list((tmp_path / "teacher").glob("rank-*.safetensors"))
+    with safe_open(files[0], "np") as file:
+        num_targets, count = file.get_slice("ids").get_shape()
+    assert count == VOCABULARY
+    # Ids and log-probabilities, and those of a document and the header.
+    assert num_targets * (8 * count + 4) < files[0].stat().st_size < num_targets * (8 * count + 4) + 3000
+
+
+def test_the_loss_of_own_answers_is_that_of_trl(folder, tmp_path, monkeypatch):
+    """Of the tokens that the student has drawn in the first step, from whole logits."""
+    answer = StudentAnswers.answer
+
+    def kept(self, batches):
+        found = answer(self, batches)
+        torch.save(found, tmp_path / f"step-{self._training.state.global_step}.pt")
+        return found
+
+    monkeypatch.setattr(StudentAnswers, "answer", kept)
+    run = distill(tmp_path / "run", folder, 1, "task.on_policy=1", "task.max_new_tokens=9")
+    student, teaching = (AutoModelForCausalLM.from_pretrained(folder / name) for name in ("lm", "teacher"))
+    total, lengths = torch.zeros(()), []
+    for batch in torch.load(tmp_path / "step-0.pt"):
+        for ids, labels in zip(batch["input_ids"], batch["labels"], strict=True):
+            lengths.append(int((labels != IGNORED).sum()))
+            stop = int(torch.nonzero(labels != IGNORED).max()) + 1
+            ids, labels = ids[None, :stop], labels[None, 1:stop]
+            taught = teaching(ids).logits[:, :-1, :VOCABULARY].detach()
+            logits = student(ids).logits[:, :-1]
+            total = total + GKDTrainer.generalized_jsd_loss(logits, taught, labels, BETA, TEMPERATURE, reduction="sum")
+    (total / sum(lengths)).backward()
+    norm = torch.stack([p.grad.norm() for p in student.parameters()]).norm()
+    [first, *_] = [line for line in read_lines(RunFolder(run).metrics) if "loss" in line]
+    assert first["loss"] == pytest.approx(float(total.detach()) / sum(lengths), rel=1e-5)
+    assert first["grad_norm"] == pytest.approx(float(norm), rel=1e-5)
+    assert first["completion_tokens"] == pytest.approx(sum(lengths) / len(lengths))
+    assert len(lengths) == GLOBAL_BATCH
+    assert max(lengths) <= 9
+    assert len({tuple(ids.tolist()) for batch in torch.load(tmp_path / "step-1.pt") for ids in batch["input_ids"]}) > 1
 
 
 def test_a_teacher_is_named_before_it_is_read(folder, tmp_path, caplog):
@@ -183,13 +272,19 @@ def test_a_teacher_that_does_not_fit_is_refused(folder, tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(folder / "lm")
     student = AutoConfig.from_pretrained(folder / "lm")
 
+    def check(path, **keys):
+        task = TaskConfig(name=TaskName.distill, teacher=str(path), **keys)
+        check_teacher(task, tokenizer, student, sequence_length=LENGTH)
+
     def refuse(path):
         with pytest.raises(ConfigError) as refused:
-            check_teacher(str(path), tokenizer, student, sequence_length=LENGTH)
+            check(path)
         assert refused.value.where == "task.teacher"
         return f"{refused.value} {refused.value.found}"
 
-    check_teacher(str(folder / "teacher"), tokenizer, student, sequence_length=LENGTH)
+    check(folder / "teacher", teacher_top_k=VOCABULARY)
+    with pytest.raises(ConfigError, match="has fewer tokens"):
+        check(folder / "teacher", teacher_top_k=VOCABULARY + 1)
     assert "config.json" in refuse(tmp_path)
     assert f"{LENGTH - 1}" in refuse(make_teacher(tmp_path / "short", max_position_embeddings=LENGTH - 1))
     assert f"{VOCABULARY - 1} rows" in refuse(make_teacher(tmp_path / "small", vocab_size=VOCABULARY - 1))

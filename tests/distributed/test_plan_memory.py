@@ -1,11 +1,22 @@
 """A few of the peaks of docs/plan.md: what a plan says against what the allocator of a real run gave out."""
 
-import pytest
+from dataclasses import replace
 
-from proofs.plan_memory import BEGIN, BOUND, END, Cell, Peaks, compare, make_table, read_table, write_table
+import pytest
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from hfdist.config.strategy import StrategyConfig
+from hfdist.config.task import TaskConfig, TaskName, TeacherSharding
+from hfdist.run import prepare_run
+from hfdist.testing import run_ranks
+from proofs.plan_memory import BEGIN, BOUND, END, Cell, Peaks, compare, compare_run, make_table, read_table, write_table
 from tests.marks import many
 
 pytestmark = pytest.mark.distributed
+
+TEACHER = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4, "num_attention_heads": 4,
+           "num_key_value_heads": 2, "vocab_size": 257, "pad_token_id": 0}  # fmt: skip
+"""As many bytes as all else that the student's step holds."""
 
 
 @pytest.mark.parametrize(
@@ -26,6 +37,35 @@ pytestmark = pytest.mark.distributed
 )
 def test_a_traced_peak_is_the_measured_one(cell, bound):
     assert abs(compare(cell).error) <= bound
+
+
+def save_teacher(config, folder):
+    """A larger model, with the tokenizer that the run makes of its data."""
+    run = prepare_run(config)
+    run.find_model()
+    run.open_data()
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **TEACHER))
+    model.save_pretrained(folder)
+    run.data.tokenizer.save_pretrained(folder)
+
+
+@pytest.mark.parametrize(
+    ("layout", "more"),
+    [
+        ("fsdp2", {}),
+        many("ddp", {"teacher_sharding": TeacherSharding.sharded}),
+        many("zero3", {}),
+        many("1f1b", {}),
+        many("fsdp2", {"teacher_top_k": 16}),
+        many("1f1b", {"teacher_top_k": 16}),
+    ],
+)
+def test_a_teacher_counts(layout, more, tmp_path, cache_dir):
+    cell = Cell(family="llama", size="activations", layout=layout)
+    config, teacher = cell.config(str(tmp_path)), tmp_path / "teacher"
+    run_ranks(save_teacher, 1, replace(config, strategy=StrategyConfig()), teacher, group=False)
+    config.task = TaskConfig(name=TaskName.distill, teacher=str(teacher), divergence_beta=0.5, temperature=2.0, **more)
+    assert abs(compare_run(config, cell.processes).error) < 0.02
 
 
 def test_the_table_replaces_that_of_the_page(tmp_path):

@@ -11,11 +11,13 @@ from torch.nn import functional
 
 from hfdist.models.loss import shared_vocabulary
 from hfdist.models.loss.chunked import ChunkedLoss
-from hfdist.models.loss.lazy_logits import deferring, sum_divergences
+from hfdist.models.loss.lazy_logits import deferring, sum_divergences, teacher_rows
+from hfdist.models.loss.teacher_rows import TopRows
 from hfdist.strategies.tensor import linear
 from hfdist.strategies.tensor.linear import GATHERED, LOOKED_UP
 from hfdist.strategies.tensor.plan import _split_layers
 from hfdist.testing import RankFailed, run_ranks
+from hfdist.tune.kept_teacher import likeliest
 
 pytestmark = pytest.mark.distributed
 
@@ -41,8 +43,8 @@ class Model(nn.Module):
         return self.head
 
 
-def run(tied, step, smoothing, *, divides, defers, beta=None):
-    """`beta`: of a divergence from a teacher, in place of the cross entropy."""
+def run(tied, step, smoothing, beta=None, top=None, *, divides, defers):
+    """`beta`: of a divergence from a teacher, in place of the cross entropy; `top`: likeliest tokens that are known."""
     torch.manual_seed(0)
     model = Model(tied)
     tokens = torch.randint(0, VOCABULARY, (1, ROWS))
@@ -61,7 +63,10 @@ def run(tied, step, smoothing, *, divides, defers, beta=None):
                 logits.view(-1, VOCABULARY), targets, reduction="sum", label_smoothing=smoothing
             )
         else:
-            loss = sum_divergences(logits, taught, targets[None], beta=beta, ignore_index=-100)
+            teacher = teacher_rows(taught, beta=beta)
+            if top is not None:
+                teacher = TopRows(*likeliest(teacher, VOCABULARY, top), beta)
+            loss = sum_divergences(logits, teacher, targets[None], ignore_index=-100)
         (3 * loss / 53).backward()
         assert not (defers and head.made_whole)
     gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
@@ -69,9 +74,9 @@ def run(tied, step, smoothing, *, divides, defers, beta=None):
 
 
 def compare(cases):
-    for tied, step, smoothing, defers, *beta in cases:
-        whole, expected, _ = run(tied, step, smoothing, divides=False, defers=False, beta=next(iter(beta), None))
-        loss, gradients, shards = run(tied, step, smoothing, divides=True, defers=defers, beta=next(iter(beta), None))
+    for tied, step, smoothing, defers, *taught in cases:
+        whole, expected, _ = run(tied, step, smoothing, *taught, divides=False, defers=False)
+        loss, gradients, shards = run(tied, step, smoothing, *taught, divides=True, defers=defers)
         assert torch.allclose(loss, whole, rtol=1e-6)
         assert shards.keys() == gradients.keys() == expected.keys()
         for name, ours in gradients.items():
@@ -83,7 +88,8 @@ def compare(cases):
 CASES = [(False, "none", 0.0, True), (True, "none", 0.1, True), (False, "cap", 0.1, True), (True, "cap", 0.0, True),
          (False, "bias of tokens", 0.0, True), (True, "none", 0.0, False), (False, "none", 0.0, False),
          (False, "none", 0.0, True, 0.0), (True, "cap", 0.0, True, 0.3), (False, "bias of tokens", 0.0, True, 1.0),
-         (True, "none", 0.0, False, 0.5)]  # fmt: skip
+         (True, "none", 0.0, False, 0.5), (False, "bias of tokens", 0.0, True, 0.5, 7),
+         (True, "cap", 0.0, True, 0.0, 1)]  # fmt: skip
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3])

@@ -8,14 +8,16 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, TrainingArguments
 from trl.experimental.gkd import GKDTrainer
+from trl.experimental.server_distillation.server_distillation_trainer import _add_tail_bucket, _jsd_divergence
 
 from hfdist.config.task import TaskConfig, TaskName
 from hfdist.models.loss import LossHead
 from hfdist.models.loss.chunked import TENSORS_OF_DIVERGENCE, ChunkedLoss
-from hfdist.models.loss.divergence import divergences
-from hfdist.models.loss.lazy_logits import deferring, sum_divergences
+from hfdist.models.loss.lazy_logits import deferring, sum_divergences, teacher_rows
+from hfdist.models.loss.teacher_rows import TopRows, WholeRows, divergences
 from hfdist.models.partitioning import Partitioning
 from hfdist.tune.distill import Distillation
+from hfdist.tune.kept_teacher import likeliest
 from hfdist.tune.teacher import Teacher
 
 ROWS, WIDTH, VOCABULARY, IGNORED = 24, 16, 40, -100
@@ -30,6 +32,10 @@ def make_targets():
     return targets
 
 
+def whole(logits, beta):
+    return WholeRows(logits, lambda rows: rows, beta)
+
+
 @pytest.mark.parametrize("temperature", [1.0, 2.0])
 @pytest.mark.parametrize("beta", BETAS)
 def test_value_and_gradient_are_those_of_trl(beta, temperature):
@@ -42,7 +48,7 @@ def test_value_and_gradient_are_those_of_trl(beta, temperature):
             rows = [(one / temperature).flatten(0, 1) for one in (own, teacher)]
             # Rows without a target need not be finite.
             rows[1][targets.flatten() == IGNORED] = torch.nan
-            value = divergences(*rows, targets.flatten() != IGNORED, beta=beta).sum()
+            value = divergences(rows[0], whole(rows[1], beta), targets.flatten() != IGNORED).sum()
         else:
             value = GKDTrainer.generalized_jsd_loss(own, teacher, targets, beta, temperature, reduction="sum")
         value.backward()
@@ -70,8 +76,11 @@ HEADS = {
 }
 
 
-def distill(head, teacher_head, of_student, of_teacher, *, beta, defers, loss):
-    """The sum of divergences, and all gradients of thrice of it; `defers`: the student, the teacher."""
+def distill(head, teacher_head, of_student, of_teacher, *, beta, defers, loss, top=None):
+    """The sum of divergences, and all gradients of thrice of it; `defers`: the student, the teacher.
+
+    `top`: likeliest tokens that are known of the teacher; None: all.
+    """
     torch.manual_seed(1)
     hidden = torch.randn(2, ROWS // 2, WIDTH, requires_grad=True)
     taught = torch.randn(2, ROWS // 2, TEACHER_WIDTH)
@@ -88,7 +97,10 @@ def distill(head, teacher_head, of_student, of_teacher, *, beta, defers, loss):
         with torch.no_grad():
             teacher = of_teacher(teacher_head(taught))
         student = of_student(head(hidden))
-        value = sum_divergences(student, teacher, targets[:, : student.shape[1]], beta=beta, ignore_index=IGNORED)
+        rows = teacher_rows(teacher, beta=beta)
+        if top is not None:
+            rows = TopRows(*likeliest(rows, VOCABULARY, top), beta)
+        value = sum_divergences(student, rows, targets[:, : student.shape[1]], ignore_index=IGNORED)
     # A student that is whole needs the teacher whole, too.
     assert not (defers[0] and any(one.made_whole for one in seen))
     (value * 3).backward()
@@ -116,6 +128,52 @@ def test_chunks_of_both_heads_give_the_same(head, of_student, of_teacher, beta):
     for found in others:
         for one, other in zip(found, whole, strict=True):
             assert (one - other).norm() <= 1e-6 * other.norm()
+
+
+def test_chunks_with_the_likeliest_tokens_give_the_same():
+    torch.manual_seed(0)
+    teacher = nn.Linear(TEACHER_WIDTH, TEACHER_VOCABULARY).requires_grad_(False)
+    chunked = ChunkedLoss(CPU, chunk_logits=5 * TENSORS_OF_DIVERGENCE * VOCABULARY)
+    student = HEADS["weight and bias"]()
+    cases = [(defers, top) for defers in ((False, False), (True, True)) for top in (6, VOCABULARY)]
+    found = [
+        distill(student, teacher, capped, biased, beta=0.3, defers=defers, loss=chunked, top=top)
+        for defers, top in cases
+    ]
+    # All tokens are the whole distribution.
+    exact = distill(student, teacher, capped, biased, beta=0.3, defers=(False, False), loss=chunked)
+    for ours, reference in ((found[2], found[0]), (found[1], exact), (found[3], exact)):
+        for one, other in zip(ours, reference, strict=True):
+            assert (one - other).norm() <= 2e-6 * other.norm()
+
+
+@pytest.mark.parametrize("beta", BETAS)
+def test_of_the_likeliest_tokens_it_is_that_of_trl_with_a_tail(beta):
+    """Its value and gradient; and the fewer tokens are known, the less it can be."""
+    torch.manual_seed(0)
+    student, teacher = (2 * torch.randn(ROWS, VOCABULARY, dtype=torch.float64) for _ in range(2))
+    is_target = torch.arange(ROWS) % 5 > 0
+    values = []
+    for count in (1, 4, 16, VOCABULARY - 1):
+        ids, logs = likeliest(whole(teacher, beta), VOCABULARY, count)
+        found = []
+        for ours in (True, False):
+            own = student.clone().requires_grad_()
+            if ours:
+                value = divergences(own, TopRows(ids, logs, beta), is_target).sum()
+            else:
+                logits = [own.log_softmax(-1).gather(1, ids.long()), logs[:, :-1]]
+                parts = [_add_tail_bucket(one, torch.ones_like(one, dtype=torch.bool)) for one in logits]
+                value = _jsd_divergence(*(one for one, _ in parts), beta, parts[0][1])[is_target].sum()
+            value.backward()
+            found.append((value.detach(), own.grad))
+        for one, other in zip(*found, strict=True):
+            assert (one - other).norm() <= 1e-9 * other.norm()
+        values.append(float(found[0][0]))
+    assert values == sorted(values)
+    # 39 tokens and a tail are all 40.
+    assert values[-1] == pytest.approx(float(divergences(student, whole(teacher, beta), is_target).sum()))
+    assert 0 < values[0] < 0.9 * values[-1]
 
 
 class Watch(torch.utils._python_dispatch.TorchDispatchMode):
@@ -167,7 +225,7 @@ def test_scales_and_caps_of_models_count(student, teacher):
     trained, frozen = models[0], models[1].requires_grad_(False).eval()
     batch = {"input_ids": torch.randint(VOCABULARY, (2, ROWS // 2)), "labels": make_targets()}
     task = TaskConfig(name=TaskName.distill, divergence_beta=0.5, temperature=2.0)
-    taught = Teacher("", layout=Partitioning(), arguments=TrainingArguments(use_cpu=True))
+    taught = Teacher(task, layout=Partitioning(), arguments=TrainingArguments(use_cpu=True))
     taught._model = frozen
     objective, found = Distillation(task, taught), []
     for head in (LossHead(chunk_logits=5 * TENSORS_OF_DIVERGENCE * VOCABULARY), None):

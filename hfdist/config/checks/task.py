@@ -23,6 +23,7 @@ _WITHOUT_BOUND = {
     **dict.fromkeys((TaskLoss.sapo, TaskLoss.vespo), ("clip", "clip_high")),
 }
 _OF_PROMPTS = (RowFormat.prompt_completion, RowFormat.prompt)
+_OF_OWN_ANSWERS = ("max_new_tokens", "top_k", "top_p")
 
 
 def check_task(config: RunConfig) -> None:
@@ -40,6 +41,7 @@ def check_task(config: RunConfig) -> None:
         return
     if not task.name.traits.has_teacher:
         _check_answers(config)
+        _check_loss(config)
     if config.strategy.context > 1:
         raise _misfit(config, "strategy.context", "1", "each rank would see a part of a sequence")
     if config.islands.is_used:
@@ -60,14 +62,18 @@ def check_task(config: RunConfig) -> None:
 
 
 def _check_answers(config: RunConfig) -> None:
-    data, task = config.data, config.task
-    packing = Packing.none if task.name.traits.is_reinforcement else Packing.best_fit
+    data = config.data
+    packing = Packing.none if config.task.answers_prompts else Packing.best_fit
     if data.packing is not packing:
         raise _misfit(config, "data.packing", packing.value, "prompts and answers must stay whole")
     if data.too_long is not TooLong.drop:
         raise _misfit(config, "data.too_long", "drop", "prompts and answers must stay whole")
     if data.chat.train_on is TrainOn.all:
         raise _misfit(config, "data.chat.train_on", "assistant", "it must be known where an answer begins")
+
+
+def _check_loss(config: RunConfig) -> None:
+    task = config.task
     known = [loss.value for loss in task.name.traits.losses]
     if task.loss.value not in known:
         error = _misfit(config, "task.loss", known[0], f"this task has other losses: {', '.join(known)}")
@@ -81,6 +87,17 @@ def _check_teacher(config: RunConfig) -> None:
         what, hint = "it is not said which model teaches", "task.teacher=RUN/model, or another folder of a model"
         allowed = "the folder of a model with the same tokens"
         raise ConfigError(what, where="task.teacher", found="null", allowed=allowed, hint=hint)
+    if config.task.on_policy:
+        _check_answers(config)
+        if config.task.teacher_top_k is not None:
+            why = "a teacher that is kept has not seen the answers that the model draws: task.on_policy"
+            raise _misfit(config, "task.teacher_top_k", "null", why)
+        return
+    for key in _OF_OWN_ANSWERS:
+        allowed = plain(getattr(TaskConfig(), key))
+        if getattr(config.task, key) != allowed:
+            why = "the model draws no answers, as task.on_policy=0"
+            raise _misfit(config, f"task.{key}", json.dumps(allowed), why)
 
 
 def _check_others(config: RunConfig) -> None:
@@ -118,11 +135,16 @@ def _check_rows(config: RunConfig) -> None:
             fits, allowed = found in _OF_PROMPTS, " or ".join(one.value for one in _OF_PROMPTS)
         elif wanted is not None:
             fits, allowed = found is wanted, wanted.value
+        elif config.task.on_policy:
+            # Prompts alone have no answers for the other steps.
+            is_prompt = found is RowFormat.prompt and config.task.on_policy == 1
+            fits = is_prompt or found not in (*_OF_TASKS, RowFormat.text)
+            allowed = "prompt_completion, or another with prompts; prompt with task.on_policy=1"
         else:
             fits, allowed = found not in _OF_TASKS, "another format, or hfdist tune"
         if not fits:
             what, task = "the task needs rows of another format", f"task.name={config.task.name.value}"
-            hint = f"{key}={'auto' if wanted is None and found in _OF_TASKS else allowed.partition(' ')[0]}"
+            hint = f"{key}={'auto' if wanted is None and found in _OF_TASKS else allowed.partition(' ')[0].rstrip(',')}"
             raise ConfigError(what, where=key, found=f"{found.value}, with {task}", allowed=allowed, hint=hint)
 
 

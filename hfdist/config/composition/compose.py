@@ -208,7 +208,8 @@ def _fit_to_task(config: RunConfig) -> None:
         config.evaluate.at_start = config.model.init is Init.pretrained
     if data.packing is Packing.auto:
         is_text = data.format is RowFormat.text
-        data.packing = Packing.none if task.traits.is_reinforcement else Packing.concat if is_text else Packing.best_fit
+        is_whole = config.task.answers_prompts
+        data.packing = Packing.none if is_whole else Packing.concat if is_text else Packing.best_fit
 
 
 def to_yaml(config: RunConfig) -> str:

@@ -27,8 +27,8 @@ from torch.nn import functional
 
 from hfdist.models.blocks import why_not_compiled
 from hfdist.models.loss import shared_vocabulary
-from hfdist.models.loss.divergence import divergences
 from hfdist.models.loss.lazy_logits import Reduce, Rows, cast
+from hfdist.models.loss.teacher_rows import divergences
 
 logger = logging.getLogger(__name__)
 
@@ -224,8 +224,7 @@ def _losses(logits: torch.Tensor, rows: Rows) -> torch.Tensor:
         logits = step(logits)
     logits, targets, ignored = logits.float(), rows.targets, rows.ignore_index
     if rows.teacher is not None:
-        taught = rows.teacher.logits(logits.shape[-1])
-        return divergences(logits, taught, targets != ignored, beta=rows.teacher.beta)
+        return divergences(logits, rows.teacher, targets != ignored)
     return functional.cross_entropy(
         logits, targets, ignore_index=ignored, reduction="none", label_smoothing=rows.label_smoothing
     )

@@ -5,31 +5,26 @@
     beta 1        KL(student || teacher)
 
 Its gradient by the student's logits follows from what its value needs, so both are computed at once.
+
+Of a teacher's likeliest tokens alone, the other tokens are one more, the tail: a bucket with the probability of all.
+
+    student    p1  p2  p3  p4  p5  p6        p5  p2  | p1 + p3 + p4 + p6
+    teacher    .   t2  .   .   t5  .         t5  t2  | 1 - t5 - t2
+
+That divergence is at most that of all tokens: what both distributions go through alike cannot tell them better apart.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any
 
 import torch
 
 AddUp = Callable[[torch.Tensor], torch.Tensor]
 """Adds up values over the ranks that have the other columns."""
-
-
-def divergences(student: torch.Tensor, teacher: torch.Tensor, is_target: torch.Tensor, *, beta: float) -> torch.Tensor:
-    """Give the divergence of each row, in nats; shape [rows]. It is differentiated by the student's logits.
-
-    Args:
-        student: logits [rows, vocabulary].
-        teacher: logits of the same shape and type.
-        is_target: [rows]; other rows have divergence 0.
-        beta: from 0 to 1.
-    """
-    values: torch.Tensor = _Divergences.apply(student, teacher, is_target, beta)
-    return values
+_SMALLEST = 1e-30
+"""A tail has at least this probability: its logarithm is a number."""
 
 
 def divergences_and_gradient(
@@ -62,18 +57,43 @@ def divergences_and_gradient(
     return values.masked_fill(~is_target, 0), gradient.masked_fill_(~is_target[:, None], 0)
 
 
-class _Divergences(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, student: torch.Tensor, teacher: torch.Tensor, is_target: torch.Tensor, beta: float
-    ) -> torch.Tensor:
-        values, gradient = divergences_and_gradient(
-            student.log_softmax(-1), teacher.log_softmax(-1), is_target, beta=beta, add_up=lambda sums: sums
-        )
-        ctx.save_for_backward(gradient)
-        return values
+def top_divergences_and_gradient(
+    student: torch.Tensor,
+    teacher: torch.Tensor,
+    ids: torch.Tensor,
+    is_target: torch.Tensor,
+    *,
+    beta: float,
+    add_up: AddUp,
+    start: int = 0,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Give the divergence of each row over some tokens and the tail, and the gradient of their sum.
 
-    @staticmethod
-    def backward(ctx: Any, *of_values: torch.Tensor) -> tuple[torch.Tensor, None, None, None]:
-        (gradient,) = ctx.saved_tensors
-        return gradient * of_values[0][:, None], None, None, None
+    Args:
+        student: log-probabilities [rows, columns]: of all tokens, or of those that this rank has.
+        teacher: log-probabilities [rows, ids + 1]: of `ids`, and of all other tokens together.
+        ids: tokens [rows, ids], each once in a row.
+        is_target: [rows]; other rows have divergence 0.
+        beta: from 0 to 1.
+        add_up: adds up values over the ranks that have the other columns.
+        start: the token of this rank's first column.
+
+    Returns:
+        Values [rows], and the gradient by the student's logits [rows, columns].
+    """
+    own = student.exp()
+    places = ids - start
+    is_own = (places >= 0) & (places < student.shape[1])
+    places = places.masked_fill(~is_own, 0)
+    is_top = torch.zeros_like(student).scatter_add_(1, places, is_own.to(student.dtype)) > 0
+    # A sum of the others, and not 1 less the top: that would be rounding where the tail is small.
+    of_tail = add_up(own.masked_fill(is_top, 0).sum(-1)).clamp_(min=_SMALLEST)
+    of_top = add_up(student.gather(1, places).masked_fill(~is_own, 0))
+    bucketed = torch.cat([of_top, of_tail.log()[:, None]], 1)
+    # Without a tail, both have the same small number there.
+    taught = teacher.clamp(min=math.log(_SMALLEST))
+    values, slopes = divergences_and_gradient(bucketed, taught, is_target, beta=beta, add_up=lambda sums: sums)
+    # Within the tail the student's probabilities keep their proportions.
+    gradient = own.mul_(slopes[:, -1:]).div_(of_tail[:, None]).masked_fill_(is_top, 0)
+    gradient.scatter_add_(1, places, slopes[:, :-1].masked_fill(~is_own, 0))
+    return values, gradient.masked_fill_(~is_target[:, None], 0)

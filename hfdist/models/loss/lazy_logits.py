@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 
-from hfdist.models.loss.divergence import divergences
+from hfdist.models.loss.teacher_rows import TeacherRows, WholeRows, divergences
 
 
 @dataclass(frozen=True)
@@ -83,26 +83,6 @@ class Rows(NamedTuple):
         """Give some of the rows, by a slice or by which count, bool [rows]."""
         teacher = None if self.teacher is None else self.teacher.part(which)
         return self._replace(hidden=self.hidden[which], targets=self.targets[which], teacher=teacher)
-
-
-class TeacherRows(NamedTuple):
-    """Another model's distribution at the same rows."""
-
-    given: torch.Tensor
-    """Shape [rows, width]."""
-    to_logits: Callable[[torch.Tensor], torch.Tensor]
-    """From some rows of `given` to logits [rows, vocabulary]; the vocabulary may be larger than the student's."""
-    beta: float
-    """Which divergence; see `divergence`."""
-
-    def part(self, which: slice | torch.Tensor) -> TeacherRows:
-        """Give some of the rows."""
-        return self._replace(given=self.given[which])
-
-    @torch.no_grad()
-    def logits(self, vocabulary: int) -> torch.Tensor:
-        """Make the logits of the first `vocabulary` tokens, float32 of shape [rows, vocabulary]."""
-        return self.to_logits(self.given)[:, :vocabulary].float()
 
 
 Reduce = Callable[[torch.Tensor], torch.Tensor]
@@ -404,28 +384,31 @@ def reduce_token_losses(logits: Logits, targets: torch.Tensor, reduce: Reduce, *
     return reduce(nn.functional.cross_entropy(whole, targets, ignore_index=ignore_index, reduction="none"))
 
 
-def sum_divergences(
-    student: Logits, teacher: Logits, targets: torch.Tensor, *, beta: float, ignore_index: int
-) -> torch.Tensor:
+def sum_divergences(student: Logits, teacher: TeacherRows, targets: torch.Tensor, *, ignore_index: int) -> torch.Tensor:
     """Sum the divergences of rows with a target, without whole logits if they are deferred.
 
     Args:
         student: of the model that is trained, of shape [..., vocabulary].
-        teacher: without a graph, of shape [..., vocabulary of at least as many tokens].
+        teacher: of the same rows, flat.
         targets: class indices, of shape [...].
-        beta: which divergence; see `divergence`.
         ignore_index: of rows without a target.
     """
     flat, targets = student.reshape(-1, student.shape[-1]), targets.flatten()
-    taught = _teacher(teacher.reshape(-1, teacher.shape[-1]), beta)
     if isinstance(flat, _DeferredLogits) and flat._is_deferred:
-        rows = Rows(flat._head, flat._hidden, targets, flat._per_row, ignore_index, 0.0, teacher=taught)
+        rows = Rows(flat._head, flat._hidden, targets, flat._per_row, ignore_index, 0.0, teacher=teacher)
         return _compute(rows, flat._autocast)
     whole = _made(flat, "sum_divergences").float()
-    return divergences(whole, taught.logits(whole.shape[-1]), targets != ignore_index, beta=beta).sum()
+    return divergences(whole, teacher, targets != ignore_index).sum()
 
 
-def _teacher(logits: Logits, beta: float) -> TeacherRows:
-    if isinstance(logits, _DeferredLogits) and logits._is_deferred:
-        return TeacherRows(logits._hidden, logits._make, beta)
-    return TeacherRows(_made(logits, "sum_divergences"), lambda rows: rows, beta)
+def teacher_rows(logits: Logits, *, beta: float) -> WholeRows:
+    """Give what a teacher says by its logits; they stay deferred.
+
+    Args:
+        logits: without a graph, of shape [..., vocabulary of at least as many tokens as the student's].
+        beta: which divergence; see `divergence`.
+    """
+    flat = logits.reshape(-1, logits.shape[-1])
+    if isinstance(flat, _DeferredLogits) and flat._is_deferred:
+        return WholeRows(flat._hidden, flat._make, beta)
+    return WholeRows(_made(flat, "sum_divergences"), lambda rows: rows, beta)

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from hfdist.models.loss.divergence import divergences_and_gradient
+from hfdist.models.loss.teacher_rows import Columns
 
 if TYPE_CHECKING:
     from hfdist.models.loss.lazy_logits import Rows
@@ -77,7 +77,7 @@ def losses_and_gradient(logits: torch.Tensor, rows: Rows, shard: VocabularyShard
 
 
 def _divergences(wide: torch.Tensor, rows: Rows, shard: VocabularyShard) -> tuple[torch.Tensor, torch.Tensor]:
-    """Each rank has the teacher's whole logits, and takes what belongs to its own."""
+    """Each rank has what the teacher says of all tokens, and takes what belongs to its own."""
     assert rows.teacher is not None
 
     def add_up(sums: torch.Tensor) -> torch.Tensor:
@@ -88,9 +88,8 @@ def _divergences(wide: torch.Tensor, rows: Rows, shard: VocabularyShard) -> tupl
     dist.all_reduce(largest, op=dist.ReduceOp.MAX, group=shard.group)
     student = wide.sub_(largest)
     student.sub_(add_up(student.exp().sum(-1)).log_()[:, None])
-    taught = rows.teacher.logits(shard.num_rows).log_softmax(-1)[:, shard.start : shard.stop]
-    is_target = rows.targets != rows.ignore_index
-    return divergences_and_gradient(student, taught, is_target, beta=rows.teacher.beta, add_up=add_up)
+    columns = Columns(start=shard.start, stop=shard.stop, vocabulary=shard.num_rows, add_up=add_up)
+    return rows.teacher.compare(student, rows.targets != rows.ignore_index, columns)
 
 
 def _cross_entropy(wide: torch.Tensor, rows: Rows, shard: VocabularyShard) -> tuple[torch.Tensor, torch.Tensor]:

@@ -90,12 +90,38 @@ def rank_sizes(
         copies=copies,
         working=working,
         of_head=of_head,
+        **_frozen(model, layout, strategy, loads),
     )
+
+
+def _frozen(model: ModelConstants, layout: Layout, strategy: Ways, loads: Sequence[Load]) -> dict[str, float]:
+    """What a rank holds of a teacher, which stands beside the last stage."""
+    frozen = model.sizes[1].frozen
+    if frozen is None:
+        return {}
+    # A class: what a rank holds at the least.
+    num_ranks = layout.data * layout.context * layout.tensor
+    if isinstance(strategy, Strategy):
+        num_ranks = strategy.ranks_of_frozen(frozen.sharding)
+    here = sum(load.epilogue for load in loads)
+    gathered = here * frozen.gathered_bytes if num_ranks > 1 else 0.0
+    return {"frozen": here * frozen.weight_bytes / num_ranks, "frozen_gathered": gathered}
 
 
 def peak(strategy: Ways, sizes: RankSizes) -> tuple[Phase, MemoryUse]:
     """Give when a rank holds most, and what, without what a process holds without a model."""
-    return max(strategy.held(sizes), key=lambda held: held[1].total)
+    return max(
+        ((phase, _with_frozen(use, sizes, phase)) for phase, use in strategy.held(sizes)),
+        key=lambda held: held[1].total,
+    )
+
+
+def _with_frozen(use: MemoryUse, sizes: RankSizes, phase: Phase) -> MemoryUse:
+    """Add a teacher, which runs in the forward."""
+    if not sizes.frozen:
+        return use
+    gathered = sizes.frozen_gathered if phase is Phase.forward else 0.0
+    return replace(use, weights=use.weights + sizes.frozen, buffers=use.buffers + gathered)
 
 
 def parts_of(
@@ -172,4 +198,8 @@ def _stage_costs(model: ModelConstants, layout: Layout, shares: ShareOfParts, lo
         if number:
             forward += part.forward.of(sequences, tensor, held) * number
             backward += part.backward[mode].of(sequences, tensor, held) * number
+    frozen = model.sizes[1].frozen
+    if frozen is not None:
+        # Tensor ranks each run all of it.
+        forward += OpCosts(flops=frozen.sequence_flops * sequences) * load.epilogue
     return StageCosts(forward=forward, backward=backward)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -42,10 +42,12 @@ from hfdist.planning.searching.constants import MODES, Mode, ModelConstants, Par
 from hfdist.planning.searching.fit_parts import PartTrace, fit_part, with_chunks
 from hfdist.planning.searching.shares import find_shares, find_tensor_plans
 from hfdist.planning.timing.traffic import step_sizes
-from hfdist.planning.tracing.as_trainer import find_loss_head
+from hfdist.planning.tracing.as_trainer import find_loss_head, make_kept
 from hfdist.planning.tracing.fake_model import make_fake_model, quantize_fake
+from hfdist.planning.tracing.fake_teacher import measure_teacher, teaching_without_teacher
 from hfdist.planning.tracing.trace import WEIGHTS, Trace
 from hfdist.strategies.base import Strategy
+from hfdist.strategies.engine import Batch
 from hfdist.strategies.model_fit import check_degrees
 from hfdist.strategies.traffic import Phase
 from hfdist.topology import Topology
@@ -119,7 +121,7 @@ def _of_whole(
     """Find what needs whole weights: packed ones have no rows and columns. Gives what takes all else."""
     blocks, length = find_block_parts(model), config.data.sequence_length
     plans, whole = find_tensor_plans(model, tensor_degrees), stepped_whole(config.optimizer, model)
-    size = partial(step_sizes, model, config.train, is_gpu=is_gpu, stepped_whole=whole)
+    size = partial(step_sizes, model, config.train, is_gpu=is_gpu, stepped_whole=whole, frozen=measure_teacher(config))
     return partial(
         ModelConstants,
         shares=find_shares(model, list({_kind(block): block for block in blocks}.values()), tensor_plans=plans),
@@ -245,9 +247,13 @@ class _Measurement:
         """The model with stand-ins for its blocks."""
         return copy_structure(self._model, self.blocks, call)
 
-    def deferring(self, model: PreTrainedModel) -> AbstractContextManager[object]:
-        """As the loss is configured."""
-        return nullcontext() if self._loss_head is None else self._loss_head.deferring(model)
+    def loss(self, model: PreTrainedModel, batch: Batch) -> torch.Tensor:
+        """The loss as it is configured."""
+        teaching = teaching_without_teacher(self._config)
+        if teaching is not None:
+            return teaching.loss(self._loss_head, model, batch)
+        with nullcontext() if self._loss_head is None else self._loss_head.deferring(model):
+            return cast(torch.Tensor, model(**batch).loss)
 
     def set_width(self, hidden: torch.Tensor) -> None:
         """Note what one sequence has between two blocks."""
@@ -268,10 +274,11 @@ class _Around:
         length = measurement._config.data.sequence_length
         with unset_fake_temporarily():
             ids = torch.zeros(number, length, dtype=torch.long)
+            kept_of_teacher = make_kept(measurement._config.task, (number, length))
         with trace:
             self._base = measurement.begin()
-            with measurement.deferring(copied), measurement.autocast():
-                loss = copied(input_ids=ids, labels=ids).loss
+            with measurement.autocast():
+                loss = measurement.loss(copied, {"input_ids": ids, "labels": ids, **kept_of_teacher})
             kept = trace.held.activations - self._base
             self.epilogue = PartTrace(forward=trace.costs(Phase.forward), kept=kept)
             highest = trace.peak_of(Phase.forward).activations

@@ -18,7 +18,7 @@ from hfdist.planning.costs import AxisTraffic
 from hfdist.strategies.base import Strategy
 from hfdist.strategies.tensor.linear import GATHERED, LOOKED_UP, split_dimensions
 from hfdist.strategies.tensor.plan import TensorPlan, first_plan
-from hfdist.strategies.traffic import StepSizes, TensorSizes
+from hfdist.strategies.traffic import FrozenSizes, StepSizes, TensorSizes
 
 _LARGEST_SMALL = 100_000
 """Elements: `stage3_param_persistence_threshold`."""
@@ -58,6 +58,7 @@ def step_sizes(
     is_gpu: bool = True,
     plan: TensorPlan | None = None,
     stepped_whole: tuple[int, ...] = (),
+    frozen: FrozenSizes | None = None,
 ) -> StepSizes:
     """Measure a model for `traffic`.
 
@@ -68,6 +69,7 @@ def step_sizes(
         is_gpu: whether ranks will have GPUs.
         plan: plan of the tensor ranks; None: the first that fits.
         stepped_whole: see `optim.registry.stepped_whole`.
+        frozen: of another model beside it.
 
     Raises:
         ConfigError: the model cannot be divided over so many tensor ranks.
@@ -105,6 +107,7 @@ def step_sizes(
         recomputes=train.gradient_checkpointing,
         is_gpu=is_gpu,
         stepped_whole=stepped_whole,
+        frozen=frozen,
     )
 
 

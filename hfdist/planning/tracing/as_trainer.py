@@ -21,11 +21,14 @@ from transformers import PreTrainedModel
 from hfdist.config.batch import IGNORED
 from hfdist.config.data import Packing
 from hfdist.config.run import RunConfig
+from hfdist.config.task import TaskConfig
 from hfdist.config.train import Precision
 from hfdist.models.loss import LossHead, choose_loss
 from hfdist.models.loss.chunked import CHUNK_LOGITS
+from hfdist.models.loss.distillation import TOP_IDS, TOP_LOGS
 from hfdist.models.recompute import checkpoint_blocks
 from hfdist.optim.registry import find_optimizer, make_over
+from hfdist.planning.tracing.fake_teacher import Teaching
 from hfdist.planning.tracing.trace import Trace
 from hfdist.strategies.base import Strategy
 from hfdist.strategies.engine import Batch, Engine, TrainerHooks
@@ -74,6 +77,7 @@ def run_step(
     engine: Engine,
     optimizer: torch.optim.Optimizer,
     loss_head: LossHead | None,
+    teaching: Teaching | None,
     trace: Trace,
 ) -> None:
     """Run the last micro batch of a step (a pipeline: all), and the optimizer's step, as the Trainer does."""
@@ -85,7 +89,7 @@ def run_step(
     runs_whole_step = strategy.topology.pipeline > 1
     batch = make_batch(config, strategy.batch.num_microbatches if runs_whole_step else 1)
     num_items = (batch["labels"][:, 1:] != IGNORED).sum()
-    hooks = TrainerHooks(model=engine.model, loss=loss_function(engine.model, loss_head), backward=backward)
+    hooks = TrainerHooks(model=engine.model, loss=loss_function(engine.model, loss_head, teaching), backward=backward)
     trace.phase = Phase.forward
     engine.forward_backward(batch, num_items, hooks)
     trace.phase = Phase.optimizer
@@ -99,15 +103,25 @@ def make_batch(config: RunConfig, number: int = 1) -> Batch:
     """Make micro batches of real numbers: without packing a document a sequence, else another of two tokens after it.
 
     Nothing is known of the run's documents. Longer ones hold more: attention with dropout or soft caps keeps scores of
-    tokens x tokens. A second one makes borders, or a mask.
+    tokens x tokens. A second one makes borders, or a mask. What is kept of a teacher comes with them.
     """
     shape = number * config.train.micro_batch_size, config.data.sequence_length
-    ids = torch.zeros(shape, dtype=torch.int64)
+    ids, kept = torch.zeros(shape, dtype=torch.int64), make_kept(config.task, shape)
     if config.data.packing is Packing.none:
-        return {"input_ids": ids, "labels": ids.clone(), "attention_mask": torch.ones_like(ids)}
+        return {"input_ids": ids, "labels": ids.clone(), "attention_mask": torch.ones_like(ids), **kept}
     positions, start = torch.arange(shape[1]).repeat(shape[0], 1), max(shape[1] - SHORT_DOCUMENT, 1)
     positions[:, start:] -= start
-    return {"input_ids": ids, "labels": ids.masked_fill(positions == 0, IGNORED), "position_ids": positions}
+    return {"input_ids": ids, "labels": ids.masked_fill(positions == 0, IGNORED), "position_ids": positions, **kept}
+
+
+def make_kept(task: TaskConfig, shape: tuple[int, int]) -> Batch:
+    """Make what is kept of a teacher for rows of this shape; nothing where nothing is."""
+    count = task.teacher_top_k
+    if count is None:
+        return {}
+    # One number each: real ones may be many.
+    ids, logs = torch.zeros(count, dtype=torch.int32), torch.zeros(count + 1)
+    return {TOP_IDS: ids.expand(*shape, count), TOP_LOGS: logs.expand(*shape, count + 1)}
 
 
 def prepare_as_trainer(model: nn.Module, config: RunConfig) -> None:
@@ -122,12 +136,16 @@ def prepare_as_trainer(model: nn.Module, config: RunConfig) -> None:
     model.train()
 
 
-def loss_function(model: nn.Module, loss_head: LossHead | None) -> Callable[..., torch.Tensor]:
+def loss_function(
+    model: nn.Module, loss_head: LossHead | None, teaching: Teaching | None
+) -> Callable[..., torch.Tensor]:
     """Make the function (prepared model or stage, batch, num_items) -> loss of a micro batch, as the Trainer has it."""
     parameters = inspect.signature(type(model).forward).parameters.values()
     takes_counts = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
 
     def compute_loss(prepared: nn.Module, batch: Batch, num_items: torch.Tensor | None) -> torch.Tensor:
+        if teaching is not None:
+            return teaching.loss(loss_head, prepared, batch) / (1 if num_items is None else num_items)
         named = {"num_items_in_batch": num_items} if takes_counts else {}
         with nullcontext() if loss_head is None else loss_head.deferring(prepared):
             return cast(torch.Tensor, prepared(**batch, **named).loss)

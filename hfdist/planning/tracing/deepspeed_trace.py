@@ -35,11 +35,13 @@ from hfdist.config.train import Precision
 from hfdist.models.loss import LossHead
 from hfdist.planning.tracing.as_trainer import loss_function, prepare_as_trainer
 from hfdist.planning.tracing.fake_operations import Arguments, Named, Operation
+from hfdist.planning.tracing.fake_teacher import Teaching
 from hfdist.planning.tracing.trace import BUFFERS, GRADIENTS, OPTIMIZER, WEIGHTS, Trace
 from hfdist.strategies.deepspeed.deepspeed_config import QUANTIZED
 from hfdist.strategies.deepspeed.flat_buffers import stepped_buffers
 from hfdist.strategies.deepspeed.zero import ZeroStrategy, start_deepspeed
 from hfdist.strategies.engine import Engine
+from hfdist.strategies.gradients.reduction import local_tensor
 from hfdist.strategies.held import state_tensors
 from hfdist.strategies.pipelines import zero as pipelines_zero
 from hfdist.strategies.step_memory import MemoryUse
@@ -136,6 +138,7 @@ def trace_deepspeed(
     engine: Engine,
     *,
     loss_head: LossHead | None,
+    teaching: Teaching | None,
     batch: dict[str, torch.Tensor],
     make_optimizer: Callable[[], torch.optim.Optimizer],
     trace: Trace,
@@ -147,6 +150,7 @@ def trace_deepspeed(
         strategy: whose config DeepSpeed reads.
         engine: from `strategy.build`.
         loss_head: of the run.
+        teaching: of the run.
         batch: one micro batch.
         make_optimizer: gives the optimizer of the engine's model.
         trace: is given what the step holds and costs.
@@ -160,7 +164,8 @@ def trace_deepspeed(
     prepare_as_trainer(model, dataclasses.replace(config, train=as_it_is))
     optimizer = make_optimizer()
     with trace:
-        trace.hold((*model.parameters(), *model.buffers()), WEIGHTS)
+        teacher = [] if teaching is None else map(local_tensor, teaching.tensors())
+        trace.hold((*model.parameters(), *model.buffers(), *teacher), WEIGHTS)
         # Tensors of the CPU stand for those of a GPU, and there is no kernel that quantizes them.
         whole = {"zero_optimization": strategy.deepspeed_config["zero_optimization"] | dict.fromkeys(QUANTIZED, False)}
         prepared, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=strategy.deepspeed_config | whole)
@@ -172,7 +177,7 @@ def trace_deepspeed(
             name_what_is_held(engine, prepared, trace)
             state = trace.held
             trace.forget_peak()
-            _run_step(prepared, batch, loss_head, trace, num_microbatches=number)
+            _run_step(prepared, batch, loss_head, teaching, trace, num_microbatches=number)
     return state
 
 
@@ -207,12 +212,13 @@ def _run_step(
     prepared: deepspeed.DeepSpeedEngine,
     batch: dict[str, torch.Tensor],
     loss_head: LossHead | None,
+    teaching: Teaching | None,
     trace: Trace,
     *,
     num_microbatches: int,
 ) -> None:
     """Run a step as accelerate does; of many micro batches, the first and the last."""
-    compute_loss = loss_function(prepared.module, loss_head)
+    compute_loss = loss_function(prepared.module, loss_head, teaching)
     num_items = (batch["labels"][:, 1:] != IGNORED).sum()
     for microbatch in range(num_microbatches):
         is_last = microbatch == num_microbatches - 1

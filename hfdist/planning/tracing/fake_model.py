@@ -43,7 +43,7 @@ def make_fake_model(
         # A constructor may write to the architecture.
         model = make_without_values(config.model, copy.deepcopy(architecture))
         trained.choose(model, seed=config.train.seed, layout=strategy)
-    _move_to_cpu(model)
+    move_to_cpu(model)
     leave_out_router_loss(model)
     use_products(model)
     before_split(model)
@@ -69,7 +69,7 @@ def quantize_fake(model: PreTrainedModel, config: RunConfig) -> None:
     quantize_frozen(model, quantization)
 
 
-def _move_to_cpu(model: nn.Module) -> None:
+def move_to_cpu(model: nn.Module) -> None:
     """Put tensors of the CPU in the place of those of `meta`; one that has two names stays one."""
     moved: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
     for module in model.modules():

@@ -26,6 +26,7 @@ from hfdist.planning.costs import PeakMemory, RankCosts, StageCosts
 from hfdist.planning.tracing.as_trainer import find_loss_head, make_batch, make_optimizer, prepare_as_trainer, run_step
 from hfdist.planning.tracing.fake_model import make_fake_model, quantize_fake
 from hfdist.planning.tracing.fake_ranks import deepspeed_of, fake_ranks, fake_tensors
+from hfdist.planning.tracing.fake_teacher import make_teaching
 from hfdist.planning.tracing.trace import BUFFERS, GRADIENTS, OPTIMIZER, WEIGHTS, Trace
 from hfdist.strategies.base import Strategy
 from hfdist.strategies.deepspeed.buckets import rank_with_most_gradients
@@ -112,6 +113,7 @@ def _trace_zero(
         strategy,
         engine,
         loss_head=loss_head,
+        teaching=make_teaching(config, strategy),
         batch=make_batch(config),
         make_optimizer=lambda: make_optimizer(config, engine, device_type, sets_up=False),
         trace=trace,
@@ -156,8 +158,10 @@ def _trace_engine(
     if recorder is not None:
         recorder.model = model
     prepare_as_trainer(model, config)
+    teaching = make_teaching(config, strategy)
     trace = Trace(copies_gathered=device_type == "cpu") if trace is None else trace
-    trace.hold((*map(local_tensor, model.parameters()), *model.buffers()), WEIGHTS)
+    teacher = () if teaching is None else teaching.tensors()
+    trace.hold((*map(local_tensor, (*model.parameters(), *teacher)), *model.buffers()), WEIGHTS)
     is_zero = config.strategy.sharding.is_deepspeed
     with trace if is_zero else nullcontext():
         # DeepSpeed makes flat buffers.
@@ -174,7 +178,7 @@ def _trace_engine(
             from hfdist.planning.tracing.deepspeed_trace import name_what_is_held
 
             # DeepSpeed's first step makes the optimizer's state.
-            run_step(config, strategy, engine, optimizer, loss_head, trace)
+            run_step(config, strategy, engine, optimizer, loss_head, teaching, trace)
             name_what_is_held(engine, cast(Any, engine)._engine, trace)
         else:
             make_state(optimizer, model, trace)
@@ -183,7 +187,7 @@ def _trace_engine(
             optimizer.zero_grad()
         state = trace.held
         trace.forget_peak()
-        run_step(config, strategy, engine, optimizer, loss_head, trace)
+        run_step(config, strategy, engine, optimizer, loss_head, teaching, trace)
     return trace, state
 
 

@@ -212,7 +212,10 @@ def describe_task(task: TaskConfig) -> str:
         words.append(f"The weight of liked answers is {weights}.")
     if name.traits.has_teacher:
         what = f"divergence beta {task.divergence_beta:g}, temperature {task.temperature:g}"
+        what += "" if task.teacher_top_k is None else f"; its {task.teacher_top_k:,} likeliest tokens and a tail"
         words.append(f"Teacher: `{task.teacher}`; {what}.")
+        if task.on_policy:
+            words.append(f"In {task.on_policy:.0%} of the steps it learned from answers of its own.")
     if name.traits.is_reinforcement:
         rewards = ", ".join(f"`{own}` with weight {weight:g}" for own, weight in task.rewards.items())
         beta = f", beta {task.beta:g}" if task.beta else ""

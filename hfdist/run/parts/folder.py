@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import shutil
 from collections.abc import Sequence
+from functools import partial
 
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
@@ -44,7 +45,8 @@ class FolderPart(Part):
         config, goes_on = run.config, run.start.goes_on
         if not goes_on:
             # Of another run in this folder.
-            on_rank_zero(lambda: shutil.rmtree(config.run.folder.reference, ignore_errors=True))
+            for kept in (config.run.folder.reference, config.run.folder.teacher):
+                on_rank_zero(partial(shutil.rmtree, kept, ignore_errors=True))
         run.trainer.callback_handler.callbacks.insert(0, Beginning(config, goes_on=goes_on))
         return ()
 

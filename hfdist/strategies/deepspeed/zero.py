@@ -33,7 +33,6 @@ from hfdist.strategies.deepspeed.expert_modules import gather_experts_together, 
 from hfdist.strategies.deepspeed.flat_buffers import stepped_buffers
 from hfdist.strategies.deepspeed.step_hooks import hook_steps
 from hfdist.strategies.engine import Engine
-from hfdist.strategies.fsdp_units import shard_model
 from hfdist.strategies.held import have_room, is_partitioned, state_tensors, storage_bytes
 from hfdist.strategies.step_memory import MemoryUse, RankSizes, ShardFractions
 from hfdist.strategies.traffic import DATA, Axes, Phase, Sent, StepSizes, cut_elements
@@ -184,11 +183,6 @@ class ZeroStrategy(Strategy):
             yield
         finally:
             hf_deepspeed.set_hf_deepspeed_config(arguments.hf_deepspeed_config)
-
-    def shard_frozen(self, model: PreTrainedModel) -> None:
-        """By FSDP2 beside ZeRO-3: DeepSpeed would take a second model for one that it trains."""
-        if self.stage == 3 and self.topology.data > 1:
-            shard_model(model, self.mesh, replace(self.config, offload=Offload.none, reshard=True))
 
     def build(self, model: nn.Module) -> ZeroEngine:
         """Take the model: accelerate hands it to DeepSpeed.

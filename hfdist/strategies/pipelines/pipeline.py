@@ -297,6 +297,11 @@ class PipelineStrategy(Strategy):
         self._split: SplitModel | None = None
         self._size: ModelSize | None = None
 
+    @property
+    def computes_losses(self) -> bool:
+        """As of the base class."""
+        return self.rank_of_stage[-1] == self.topology.pipeline_rank
+
     def training_arguments(self) -> dict[str, object]:
         """The Trainer sees one batch a step: the schedule splits it into micro batches."""
         eval_size = self.train.eval_micro_batch_size or self.batch.micro_batch_size

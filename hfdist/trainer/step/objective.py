@@ -19,7 +19,8 @@ from transformers import TrainerCallback
 from hfdist.config.batch import IGNORED
 from hfdist.data.marks import split_labels
 from hfdist.models.loss import LossHead
-from hfdist.models.loss.lazy_logits import Logits, Reduce, reduce_token_losses
+from hfdist.models.loss.distillation import token_logits
+from hfdist.models.loss.lazy_logits import Reduce, reduce_token_losses
 from hfdist.strategies.engine import Batch, Forward, TrainerHooks
 from hfdist.trainer.checkpointing.checkpointer import OuterState
 from hfdist.trainer.step.loss import Convention
@@ -191,10 +192,3 @@ def reduce_tokens(
     with nullcontext() if head is None else head.deferring(model):
         logits = token_logits(model, batch, temperature=temperature)
         return reduce_token_losses(logits, batch["labels"][:, 1:], reduce, ignore_index=IGNORED)
-
-
-def token_logits(model: nn.Module, batch: Batch, *, temperature: float = 1.0) -> Logits:
-    """Run the model, and give what it predicts for all tokens but the first of each row, divided by `temperature`."""
-    inputs = {name: batch[name] for name in ("input_ids", "position_ids", "attention_mask") if name in batch}
-    logits: Logits = model(**inputs, use_cache=False).logits[:, :-1]
-    return logits if temperature == 1.0 else logits / temperature

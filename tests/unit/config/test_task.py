@@ -40,6 +40,16 @@ def test_a_task_says_what_it_reads(task, row_format, packing):
     assert (data.format, data.packing) == (row_format, packing)
 
 
+def test_a_row_is_one_prompt_where_the_student_answers():
+    own = ("task=distill", *TAUGHT, "task.on_policy=0.5")
+    assert tune(*own).data.packing is Packing.none
+    for wrong in ("data.packing=best_fit", "data.format=prompt", "data.format=text"):
+        with pytest.raises(ConfigError) as refused:
+            tune(*own, wrong)
+        assert refused.value.where == wrong.partition("=")[0]
+    tune("task=distill", *TAUGHT, "task.on_policy=1", "data.format=prompt")
+
+
 REFUSED = {
     "data.format": ("task=causal_lm", "data.format=preference"),
     "data.packing": ("task=dpo", "data.packing=concat"),
@@ -71,6 +81,9 @@ REFUSED = {
     "task.ref_model_sync_steps": ("task=grpo", *REWARDED, "task.ref_model_sync_steps=2"),
     "task.clip_high": ("task=grpo", *REWARDED, "task.loss=vespo", "task.clip_high=0.3"),
     "task.max_staleness": ("task=online_dpo", *REWARDED, "task.max_staleness=2"),
+    "task.max_new_tokens": ("task=distill", *TAUGHT, "task.max_new_tokens=5"),
+    "task.on_policy": ("task=grpo", *REWARDED, "task.on_policy=0.5"),
+    "task.teacher_top_k": ("task=distill", *TAUGHT, "task.on_policy=0.5", "task.teacher_top_k=5"),
 }
 
 

@@ -92,6 +92,10 @@ def test_a_student_names_its_teacher(card):
     overrides = ["model.name=some/base", "data=some.jsonl", "task=distill", "task.teacher=runs/large/model"]
     lines = [{"step": 9, "eval_loss": 0.5}]
     text, _ = card(*overrides, "task.divergence_beta=0.3", primary="tune", lines=lines)
+    kept, _ = card(*overrides, "task.teacher_top_k=8", primary="tune", lines=lines)
+    assert "its 8 likeliest tokens and a tail." in kept.text
+    own, _ = card(*overrides, "task.on_policy=0.25", primary="tune", lines=lines)
+    assert "In 25% of the steps it learned from answers of its own." in own.text
     for words in ("(GKD, arXiv 2306.13649)", "Teacher: `runs/large/model`; divergence beta 0.3, temperature 1.",
                   "| | loss (nats a token) |", "| held out, step 9 | 0.5000 |"):  # fmt: skip
         assert words in text.text, words

@@ -79,17 +79,18 @@ def test_a_command_that_is_shown_can_be_copied(monkeypatch):
         audit.parse_request(["run=a b"])
 
 
-def test_a_plan_says_what_it_leaves_out_of_rollouts_and_teachers(monkeypatch, capsys):
+def test_a_plan_says_what_it_leaves_out_of_sampled_answers(monkeypatch, capsys):
     monkeypatch.setattr(answer, "answer", lambda _: answer.Answer(text="a plan", content=[], fits=True))
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     rollouts = ["recipe=tune", "task=grpo", "task.rewards={arithmetic: 1.0}", "data=README.md"]
     distills = ["recipe=tune", "task=distill", "task.teacher=conf", "data=README.md"]
     said = []
-    for given in ([], [*rollouts, "data.format=prompt_completion"], distills):
+    own = [*distills, "task.on_policy=0.5", "data.format=prompt_completion"]
+    for given in ([], [*rollouts, "data.format=prompt_completion"], distills, own):
         command._plan(["model=tiny", "plan.processes=1", *given])
         out = capsys.readouterr().out
-        said.append(("prompts only" in out, "leaves the teacher out" in out))
-    assert said == [(False, False), (True, False), (False, True)]
+        said.append(("prompts only" in out, "also samples answers" in out))
+    assert said == [(False, False), (True, True), (False, False), (False, True)]
 
 
 def test_steps_that_calibrate_run_whatever_the_run_is():

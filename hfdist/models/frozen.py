@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -49,7 +50,13 @@ def read_tokenizer(path: str, *, where: str) -> PreTrainedTokenizerBase:
 
 
 def read_frozen(
-    auto_class: Any, path: str, *, where: str, layout: Partitioning, arguments: Arguments, shards: bool = False
+    auto_class: Any,
+    path: str,
+    *,
+    where: str,
+    layout: Partitioning,
+    arguments: Arguments,
+    shard: Callable[[PreTrainedModel], None] | None = None,
 ) -> PreTrainedModel:
     """Read a whole model for evaluations alone, in the run's precision, on its device.
 
@@ -59,7 +66,7 @@ def read_frozen(
         where: the key that names it.
         layout: layout in which the run trains another model.
         arguments: arguments of the run.
-        shards: whether data ranks share its weights where the layout shards weights: if all of them call it alike.
+        shard: leaves this rank's part of the model, in place; None: it stays whole.
     """
     dtype = torch.bfloat16 if arguments.bf16 else torch.float16 if arguments.fp16 else torch.float32
     # A large one takes minutes, within a step or an evaluation.
@@ -67,8 +74,8 @@ def read_frozen(
     with reading_from_hub(where, path), layout.without_partitioning(arguments):
         model: Any = auto_class.from_pretrained(expand_user(path), dtype=dtype, **SAFELY)
     model.requires_grad_(False).eval()
-    if shards:
+    if shard is not None:
         # Before it is moved: a device need not have room for all of it.
-        layout.shard_frozen(model)
+        shard(model)
     frozen: PreTrainedModel = model.to(arguments.device)
     return frozen

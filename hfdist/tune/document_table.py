@@ -1,0 +1,147 @@
+"""What is computed once of each document, before the first step, and kept in the run's folder: a resume finds it there.
+
+batches of all steps, and of the held-out sets   ->  documents that are not known yet  ->  learned, written, read
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import time
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import AbstractContextManager, closing
+from itertools import chain, islice, pairwise
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import transformers
+
+from hfdist.atomic_write import write_atomically
+from hfdist.collectives import on_all_ranks, on_rank_zero
+from hfdist.config.batch import IGNORED
+from hfdist.strategies.engine import Batch
+from hfdist.trainer.training import Training
+
+logger = logging.getLogger(__name__)
+
+_KNOWN = "known.json"
+"""Name of the file that says for which streams all documents are known."""
+_LOG_EVERY_SECONDS = 30.0
+
+Learn = Callable[[Batch], bool]
+"""Learns what is not known yet of the documents of a batch; whether some rank lacked any. A collective."""
+
+
+class Place(NamedTuple):
+    """A document with targets in a batch."""
+
+    row: int
+    start: int
+    """Its first token."""
+    stop: int
+    key: int
+    """A hash of what it holds."""
+
+
+class DocumentTable:
+    """Values of documents, by a hash of what a document holds. Derived classes compute, write and read them.
+
+    Args:
+        folder: the folder in which they are kept.
+        model: JSON values that name the model that gives them; those of another model do not count.
+    """
+
+    title: str
+    """What it holds, for people."""
+
+    def __init__(self, folder: Path, model: object) -> None:
+        self._folder, self._model = folder, json.dumps(model, sort_keys=True)
+        self._num_sequences: dict[str, int] = {}
+        """Number of sequences all of whose documents are known, by the identity of a stream."""
+
+    # ---- what derived classes define ----
+
+    @property
+    def num_documents(self) -> int:
+        """Number of documents that are known."""
+        raise NotImplementedError
+
+    def _write(self, rank: int) -> None:
+        """Write what this rank has learned."""
+        raise NotImplementedError
+
+    def _read(self) -> None:
+        """Read what all ranks have written, and nothing of another model."""
+        raise NotImplementedError
+
+    # ---- what all have ----
+
+    def fill(self, training: Training, learning: Callable[[], AbstractContextManager[Learn]]) -> None:
+        """Learn what is not known yet of all steps and of the held-out sets. A collective.
+
+        Args:
+            training: a training that has not begun.
+            learning: makes a context, and gives what learns a batch in it.
+        """
+        assert training.stream is not None
+        stream, args = training.stream.at_beginning(), training.args
+        num_sequences = args.max_steps * training.strategy.batch.global_batch_size
+        num_batches, began = args.max_steps * args.gradient_accumulation_steps, time.monotonic()
+        self._read_kept()
+        if self._num_sequences.get(stream.identity, 0) >= num_sequences:
+            # A resume: only the held-out set may be another one.
+            num_batches = 0
+        batches = iter(stream.loader(batch_size=args.per_device_train_batch_size))
+        with closing(batches), learning() as learn:
+            asked = chain(_held_out(training.trainer), islice(batches, num_batches))
+            has_learned = self._learn_all(asked, num_batches, learn)
+        if not has_learned and not num_batches:
+            return
+        on_all_ranks(lambda: self._write(training.strategy.topology.rank))
+        # Only now are all numbers there.
+        self._num_sequences[stream.identity] = max(num_sequences, self._num_sequences.get(stream.identity, 0))
+        known = {"model": self._model, "num_sequences": self._num_sequences}
+        on_rank_zero(lambda: write_atomically(self._folder / _KNOWN, json.dumps(known).encode()))
+        self._read_kept()
+        seconds = time.monotonic() - began
+        logger.info("%s of %s documents, in %.1f s", self.title, f"{self.num_documents:,}", seconds)
+
+    def _learn_all(self, batches: Iterable[Batch], num_batches: int, learn: Learn) -> bool:
+        """Learn the documents of batches; whether any was not known, the same on all ranks."""
+        logged, has_learned = time.monotonic(), False
+        for number, batch in enumerate(batches):
+            has_learned = learn(batch) or has_learned
+            if time.monotonic() - logged > _LOG_EVERY_SECONDS:
+                logged = time.monotonic()
+                logger.info("%s: %d batches of %d, and of the held-out set", self.title, number + 1, num_batches)
+        return has_learned
+
+    def _read_kept(self) -> None:
+        self._num_sequences = {}
+        path = self._folder / _KNOWN
+        if path.is_file() and (known := json.loads(path.read_text()))["model"] == self._model:
+            self._num_sequences = known["num_sequences"]
+        self._read()
+
+
+def _held_out(trainer: transformers.Trainer) -> Iterator[Batch]:
+    """Give this rank's batches of all held-out sets, as many as the other ranks have."""
+    if trainer.eval_dataset is not None:
+        loaders = trainer.get_eval_dataloader()
+        yield from chain.from_iterable(loaders.values() if isinstance(loaders, dict) else [loaders])
+
+
+def places(batch: Batch) -> Iterator[Place]:
+    """Give the documents with a target of a batch on the CPU, in the order of rows."""
+    ids, labels = batch["input_ids"].numpy(), batch["labels"].numpy()
+    positions = batch.get("position_ids")
+    for row in range(len(ids)):
+        # A row without positions is one document.
+        starts = [] if positions is None else torch.nonzero(positions[row, 1:] == 0)[:, 0].add(1).tolist()
+        for start, stop in pairwise([0, *starts, ids.shape[1]]):
+            if (labels[row, start:stop] != IGNORED).any():
+                content = ids[row, start:stop].tobytes() + (labels[row, start:stop] == IGNORED).tobytes()
+                key = int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little")
+                yield Place(row, start, stop, key)

@@ -1,0 +1,86 @@
+"""Answers of the model that is trained, one to the prompt of each row, in place of the rows' own (arXiv 2306.13649).
+
+Which steps have them follows from the run's seed and the step's number; which tokens, from the weights, the seed and
+the prompt's number in the run's data. So no layout and no resume changes either.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from typing import cast
+
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from hfdist.config.run import RunConfig
+from hfdist.strategies.engine import Batch
+from hfdist.trainer.generation.continuation import can_generate
+from hfdist.trainer.generation.limits import GenerationLimits, find_limits
+from hfdist.trainer.generation.sampling import Sampling, sample_completions
+from hfdist.trainer.step.forwards import evaluating
+from hfdist.trainer.training import Training
+from hfdist.tune.answer import Answer
+from hfdist.tune.prompt_seeds import answer_seeds, prompt_numbers
+from hfdist.tune.rollout_rows import fill_id, make_rows, read_examples
+
+
+class StudentAnswers:
+    """Samples the answers of a share of the steps.
+
+    Args:
+        config: config of the run; `task.*` says in which share of the steps, and how tokens are drawn.
+        tokenizer: tokenizer of the model.
+    """
+
+    # What `begin` sets.
+    _training: Training
+    _limits: GenerationLimits
+    _uses_cache: bool
+    """Whether rows are continued with a cache: see `can_generate`."""
+
+    def __init__(self, config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+        self._task, self._seed, self._tokenizer = config.task, config.train.seed, tokenizer
+
+    def begin(self, training: Training) -> None:
+        """Find the limits of answers; ConfigError: they leave no room for a prompt."""
+        self._training, most = training, self._task.max_new_tokens
+        self._limits = find_limits(training.model, self._tokenizer, most, where="task.max_new_tokens")
+        self._uses_cache = can_generate(cast(PreTrainedModel, training.model), training.strategy.topology)
+
+    def has(self, step: int) -> bool:
+        """Whether the model itself answers in a step, by its number from 0."""
+        digest = hashlib.blake2b(f"{self._seed}:on_policy:{step}".encode(), digest_size=8).digest()
+        return int.from_bytes(digest, "little") < self._task.on_policy * 2**64
+
+    def answer(self, batches: Sequence[Batch]) -> list[Batch]:
+        """Give batches with an answer in each row, which alone has targets. A collective.
+
+        Args:
+            batches: batches of this data rank with one document in each row.
+        """
+        training, room = self._training, self._limits.room()
+        counts = [len(batch["input_ids"]) for batch in batches]
+        prompts = [example.prompt for batch in batches for example in read_examples(batch, room)]
+        filling = fill_id(self._tokenizer)
+        with evaluating(training, are_training=True) as forward, training.engine.gathered():
+            sampled = sample_completions(
+                # All ranks sample equally many rows; a lane that has ended gives none to answer.
+                [prompt or [filling] for prompt in prompts],
+                [answer_seeds(self._seed, number, 1)[0] for number in prompt_numbers(training, len(prompts))],
+                forward,
+                self._limits,
+                Sampling(temperature=self._task.temperature, top_k=self._task.top_k, top_p=self._task.top_p),
+                topology=training.strategy.topology,
+                rows_at_once=training.strategy.batch.micro_batch_size,
+                uses_cache=self._uses_cache,
+            )
+        training.model.train()
+        answers = [
+            Answer(tokens=tokens, is_drawn=[True] * len(tokens)) if prompt else Answer()
+            for prompt, tokens in zip(prompts, sampled, strict=True)
+        ]
+        firsts = [sum(counts[:place]) for place in range(len(counts))]
+        return [
+            make_rows(prompts[first : first + count], answers[first : first + count], fill_id=filling)
+            for first, count in zip(firsts, counts, strict=True)
+        ]
