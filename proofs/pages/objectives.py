@@ -42,6 +42,7 @@ _WHERE = {
     **dict.fromkeys((TaskName.grpo, TaskName.rloo), ("reinforcement.md", "tune/policy.py")),
     TaskName.online_dpo: ("reinforcement.md", "tune/online_preference.py"),
     TaskName.distill: ("distill.md", "tune/distill.py"),
+    TaskName.embed: ("embeddings.md", "tune/embed.py"),
 }
 """The page and the file of each task."""
 _NEXT_TOKENS = "on the next tokens of texts and answers"
