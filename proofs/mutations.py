@@ -260,8 +260,8 @@ MUTATIONS = [
     ),
     Mutation(
         "an answer is compared with those to other prompts",
-        "return rewards - rewards.mean(1, keepdim=True)",
-        "return rewards - rewards.mean()",
+        "rewards - _sum(rewards, is_one) / _count(is_one), 0)",
+        "rewards - rewards.mean(), 0)",
         f"{UNIT}/test_policy_loss.py",
     ),
     Mutation(

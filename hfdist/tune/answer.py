@@ -29,6 +29,13 @@ class Answer:
     fault: str | None = None
     """Why the environment has failed; None: it has not."""
 
+    @classmethod
+    def of(cls, tokens: list[int]) -> Answer:
+        """Make an answer of one turn, all of which the model has drawn."""
+        made = cls()
+        made.draw(tokens)
+        return made
+
     def draw(self, tokens: list[int]) -> None:
         """Add what the model has drawn."""
         self.tokens += tokens

@@ -200,10 +200,9 @@ class Rollouts:
 
     def _answer(self, tokens: list[int], log_probabilities: list[float] | None = None) -> Answer:
         """Make an answer of one turn."""
-        made = Answer(
-            has_ended=bool(tokens) and tokens[-1] in self._limits.end_ids, log_probabilities=log_probabilities
-        )
-        made.draw(tokens)
+        made = Answer.of(tokens)
+        made.has_ended = bool(tokens) and tokens[-1] in self._limits.end_ids
+        made.log_probabilities = log_probabilities
         return made
 
     def answer_held_out(self, forward: Forward) -> dict[str, list[float]]:

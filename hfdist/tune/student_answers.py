@@ -75,10 +75,7 @@ class StudentAnswers:
                 uses_cache=self._uses_cache,
             )
         training.model.train()
-        answers = [
-            Answer(tokens=tokens, is_drawn=[True] * len(tokens)) if prompt else Answer()
-            for prompt, tokens in zip(prompts, sampled, strict=True)
-        ]
+        answers = [Answer.of(tokens if prompt else []) for prompt, tokens in zip(prompts, sampled, strict=True)]
         firsts = [sum(counts[:place]) for place in range(len(counts))]
         return [
             make_rows(prompts[first : first + count], answers[first : first + count], fill_id=filling)

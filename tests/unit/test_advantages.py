@@ -7,6 +7,7 @@ from hfdist.config.batch import IGNORED
 from hfdist.config.task import TaskConfig, TaskLoss, TaskName
 from hfdist.topology import Topology
 from hfdist.tune.advantages import add_advantages
+from hfdist.tune.answer import Answer
 from hfdist.tune.live_prompts import keep_live
 from hfdist.tune.policy_loss import POLICY_LOSSES
 from hfdist.tune.rollout_rows import ADVANTAGES, OLD_LOG_PROBABILITIES, REWARDS, STEP_ENDS, make_rows
@@ -24,7 +25,7 @@ def decode(ids):
 
 
 def batch_of(answers, steps):
-    batch = make_rows([PROMPT] * len(answers), answers, fill_id=FILL)
+    batch = make_rows([PROMPT] * len(answers), [Answer.of(one) for one in answers], fill_id=FILL)
     return batch | of_steps(batch, steps, decode, num_columns=2)
 
 
@@ -76,7 +77,7 @@ def test_prompts_whose_answers_differ_train_first():
     for first in (0, 2, 4):
         of_prompts = rewards[first : first + 2]
         answers = [[first + own] * 3 if one else [] for own, one in enumerate(of_prompts) for _ in range(2)]
-        batch = make_rows([PROMPT if one else [] for one in answers], answers, fill_id=FILL)
+        batch = make_rows([PROMPT if one else [] for one in answers], [*map(Answer.of, answers)], fill_id=FILL)
         values = [[float(value)] for one in of_prompts for value in one or (0, 0)]
         batches.append(
             batch | {REWARDS: torch.tensor(values), OLD_LOG_PROBABILITIES: torch.zeros(batch["labels"].shape)}

@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM
 from hfdist.config.batch import IGNORED
 from hfdist.config.task import TaskConfig, TaskLoss, TaskName
 from hfdist.data.marks import split_labels
+from hfdist.tune.answer import Answer
 from hfdist.tune.online_preference import OnlinePreferences, pair_up
 from hfdist.tune.reference import REFERENCE, log_probabilities_of_answers
 from hfdist.tune.rollout_rows import REWARDS, make_rows
@@ -25,7 +26,7 @@ PAIRED = [(0, 1, 2), (1, 1, 0)]
 @pytest.fixture
 def answered():
     prompts = [prompt for prompt, of_one in zip(PROMPTS, ANSWERS, strict=True) for _ in of_one]
-    batch = make_rows(prompts, [answer for of_one in ANSWERS for answer in of_one], fill_id=0)
+    batch = make_rows(prompts, [Answer.of(answer) for of_one in ANSWERS for answer in of_one], fill_id=0)
     return batch | {REWARDS: torch.tensor(SCORES).view(-1, 1)}
 
 

@@ -32,7 +32,7 @@ def rollouts(tmp_path, monkeypatch):
     made = Rollouts(config, [reward], tokenizer, examples=[Example(prompt=[5, 6], reference=[7])], lines=lines)
     made._limits = GenerationLimits(max_new_tokens=8, end_ids=frozenset({END}), most_tokens=None)
     made._topology, made._uses_cache = Topology(), False
-    strategy = SimpleNamespace(batch=SimpleNamespace(micro_batch_size=1))
+    strategy = SimpleNamespace(batch=SimpleNamespace(micro_batch_size=1), topology=Topology())
     made._training = SimpleNamespace(
         num_samples=lambda: 1,
         strategy=strategy,

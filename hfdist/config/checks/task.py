@@ -223,7 +223,7 @@ def _check_reinforcement(config: RunConfig) -> None:
             where="task.trained_prompts",
             found=f"{trained:,}, with train.global_batch_size={read:,}",
             allowed="<= train.global_batch_size",
-            hint=f"train.global_batch_size={3 * trained}, or task.trained_prompts={read}",
+            hint=f"task.trained_prompts={read}, or a larger train.global_batch_size",
         )
     _check_generators(config)
 
@@ -259,7 +259,7 @@ def _check_generators(config: RunConfig) -> None:
         raise ConfigError(what, where="task.generators_port", found="null", allowed="a port", hint=hint)
     if config.task.generators_port is not None and config.model.trust_remote_code:
         what = "generators of other machines do not run a model's own Python code"
-        hint = "task.generators_port=null, with task.generators=1"
+        hint = "task.generators_port=null, or model.trust_remote_code=false"
         raise ConfigError(what, where="model.trust_remote_code", found="true", allowed="false", hint=hint)
     if config.task.uses_generators and config.task.sync_every > config.task.max_staleness + 1:
         raise ConfigError(
