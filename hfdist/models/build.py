@@ -26,7 +26,7 @@ from hfdist.models.adapter_parts import describe_parts
 from hfdist.models.hub_client import reading_from_hub
 from hfdist.models.initialize import initialize_by_name
 from hfdist.models.names.hub_names import find_hub_names
-from hfdist.models.names.weight_names import NameDifferences, read_names
+from hfdist.models.names.weight_names import NameDifferences, read_names, without_report
 from hfdist.models.partitioning import WHOLE, Partitioning
 from hfdist.models.quantize import quantize_frozen
 from hfdist.models.trainable import TrainableParameters
@@ -175,7 +175,7 @@ def _read(
     """Weights of a file."""
     assert config.name is not None  # checked with the config
     dtype, is_partitioned = _dtype(config.dtype), layout.partitions_in_constructor
-    with reading_from_hub("model.name", config.name), _naming_memory(config.name):
+    with reading_from_hub("model.name", config.name), _naming_memory(config.name), without_report():
         model, about = auto_class(head).from_pretrained(
             config.name,
             output_loading_info=True,

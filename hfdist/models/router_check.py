@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from hfdist.errors import ConfigError, first_line
+from hfdist.models.embeddings import has_no_head
 from hfdist.models.probing import small_model
 from hfdist.models.routers import ROUTER_FLAG, Routers, RoutingSums, balancing_loss, base_of
 
@@ -33,6 +34,8 @@ def check_router_loss(model: nn.Module) -> None:
 
 
 def _difference(model: Any) -> str | None:
+    if has_no_head(model):
+        return "it has no head, and only a class with a head adds this loss to its own"
     with torch.random.fork_rng(devices=[]):
         try:
             small = small_model(model)

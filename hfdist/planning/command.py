@@ -59,7 +59,7 @@ def parse_request(arguments: Sequence[str]) -> PlanRequest:
     check_model_paths(config)
     if not config.task.name.traits.writes_text:
         what, found = "a plan knows steps of next tokens, and this task has others", config.task.name.value
-        allowed, hint = "another task", "task=dpo for a step of about the same model"
+        allowed, hint = "another task", "hfdist plan finetune: the same model, with a head for tokens"
         raise ConfigError(what, where="task.name", found=found, allowed=allowed, hint=hint)
     if (launched := read_launcher().world_size) > 1:
         hint = f"hfdist plan {shlex.join(arguments)}, without a launcher"

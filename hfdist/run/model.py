@@ -26,6 +26,7 @@ from hfdist.models.resolve import resolve_model
 from hfdist.run.data import make_cache
 from hfdist.strategies.base import Strategy
 from hfdist.strategies.select import device_type_here
+from hfdist.tune.embedding_losses import check_sizes
 from hfdist.tune.learned_reward import check_reward_model
 
 logger = logging.getLogger(__name__)
@@ -50,6 +51,7 @@ def find_model(config: RunConfig) -> FoundModel:
     try_adapter(start.model, architecture, config.adapter, head=head)
     if config.task.reward_model is not None:
         check_reward_model(config.task.reward_model)
+    check_sizes(config.task, architecture)
     found = replace(config, model=start.model)
     why_together = choose_attention(found, architecture, device_type_here())
     return FoundModel(found, architecture, start.fetch_weights, why_together)

@@ -34,7 +34,6 @@ from hfdist.tune.embedding_losses import (
     first_dimensions,
     losses_of,
     places,
-    similarities,
 )
 
 GRADIENTS = "embedding_gradients"
@@ -149,7 +148,7 @@ class Embeddings(Objective):
     def _note_places(self, texts: Texts) -> None:
         """Note where queries find their positives; all ranks note the same."""
         whole = first_dimensions(texts, texts.embeddings.shape[1], self._task)
-        found = places(similarities(whole).detach())
+        found = places(whole)
         figures = {"recall_at_1": (found == 1).float(), "mrr": 1 / found}
         self._note(torch.ones_like(found, dtype=torch.bool), figures)
 

@@ -5,7 +5,6 @@ import itertools
 
 import pytest
 import torch
-from torch.nn.functional import cosine_similarity
 
 from hfdist.config.task import TaskConfig, TaskLoss, TaskName
 from hfdist.tune.embedding_losses import (
@@ -17,7 +16,6 @@ from hfdist.tune.embedding_losses import (
     first_dimensions,
     losses_of,
     places,
-    similarities,
 )
 
 KINDS = [QUERY, POSITIVE, NEGATIVE, QUERY, POSITIVE, QUERY, POSITIVE, NEGATIVE, NEGATIVE]
@@ -85,15 +83,29 @@ def test_a_step_without_queries_has_no_loss():
     texts = Texts(torch.zeros(0, 4, requires_grad=True), torch.zeros(0, dtype=torch.long))
     for loss in LOSSES:
         assert losses_of(texts, task(loss.value)).shape == (0,)
-    assert places(similarities(texts)).shape == (0,)
+    assert places(texts).shape == (0,)
 
 
 def test_places_count_what_is_nearer_and_what_is_as_near():
     corners = torch.tensor([[1.0, 0.0], [0.8, 0.6], [0.0, 1.0], [0.0, 1.0], [1.0, 0.0]])
     texts = Texts(corners, torch.tensor([QUERY, POSITIVE, QUERY, POSITIVE, NEGATIVE]))
-    assert places(similarities(texts)).tolist() == [2, 1]
+    assert places(texts).tolist() == [2, 1]
     same = Texts(torch.ones(5, 2), texts.kinds)
-    assert places(similarities(first_dimensions(same, 2, task("infonce")))).tolist() == [3, 3]
+    assert places(first_dimensions(same, 2, task("infonce"))).tolist() == [3, 3]
+
+
+@pytest.mark.parametrize("most", [1, 12, 18])
+def test_scores_in_parts_are_those_of_all(monkeypatch, most):
+    texts = make()
+    whole = [losses_of(texts, task(loss)) for loss in ("infonce", "infonce_both")]
+    wanted = [torch.autograd.grad(losses.sum(), texts.embeddings)[0] for losses in whole]
+    found = places(texts)
+    monkeypatch.setattr("hfdist.tune.embedding_losses._MOST_SCORES", most)
+    assert places(texts).tolist() == found.tolist()
+    for loss, all_losses, gradient in zip(("infonce", "infonce_both"), whole, wanted, strict=True):
+        parts = losses_of(texts, task(loss))
+        assert torch.allclose(parts, all_losses, rtol=1e-12)
+        assert torch.allclose(torch.autograd.grad(parts.sum(), texts.embeddings)[0], gradient, rtol=1e-10)
 
 
 @pytest.mark.skipif(importlib.util.find_spec("sentence_transformers") is None, reason="sentence-transformers is asked")
@@ -108,6 +120,3 @@ def test_sentence_transformers_has_the_same(loss, kind):
     embeddings = torch.stack(list(itertools.chain.from_iterable(zip(*columns, strict=True))))
     ours = losses_of(Texts(embeddings, torch.tensor([QUERY, POSITIVE, NEGATIVE] * 4)), task(loss))
     assert ours.mean().item() == pytest.approx(theirs.item(), rel=1e-6)
-    assert torch.allclose(cosine_similarity(columns[0], columns[1]), similarities(
-        first_dimensions(Texts(embeddings, torch.tensor([QUERY, POSITIVE, NEGATIVE] * 4)), 8, task(loss))
-    ).diagonal())  # fmt: skip

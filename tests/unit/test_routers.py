@@ -37,6 +37,12 @@ def test_another_definition_is_refused(kind, fields, reason):
     assert "try:     model.config.output_router_logits=false" in str(refused.value)
 
 
+def test_a_model_without_a_head_adds_no_loss_over_routers():
+    with pytest.raises(ConfigError, match="has no head") as refused:
+        check_router_loss(make("olmoe", num_experts=4, num_experts_per_tok=2).model)
+    assert refused.value.hint == "model.config.output_router_logits=false"
+
+
 @pytest.mark.parametrize("adds_loss", [False, True])
 def test_routers_keep_a_graph_only_for_a_loss(adds_loss):
     # It would hold the activations of blocks that are computed again.

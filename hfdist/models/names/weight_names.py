@@ -106,7 +106,7 @@ def read_names(
     """
     # On the meta device a tensor has no values: those of the mapped files are never touched.
     given = fields | {"device_map": "meta", "output_loading_info": True, "ignore_mismatched_sizes": True}
-    with reading_from_hub(where, str(name)), _quietly():
+    with reading_from_hub(where, str(name)), _without_bar(), without_report():
         try:
             model, about = auto_class.from_pretrained(name, **given)
         except RuntimeError as error:
@@ -119,15 +119,23 @@ def read_names(
 
 
 @contextmanager
-def _quietly() -> Iterator[None]:
-    """Silence transformers' loading report and its progress bar."""
-    level, has_bar = logging.get_verbosity(), logging.is_progress_bar_enabled()
+def without_report() -> Iterator[None]:
+    """Silence transformers' loading report: names are compared with `NameDifferences`, which knows the model's head."""
+    level = logging.get_verbosity()
     logging.set_verbosity_error()
-    logging.disable_progress_bar()
     try:
         yield
     finally:
         logging.set_verbosity(level)
+
+
+@contextmanager
+def _without_bar() -> Iterator[None]:
+    has_bar = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
         if has_bar:
             logging.enable_progress_bar()
 

@@ -15,6 +15,7 @@ from hfdist.config.model import ModelConfig
 from hfdist.config.task import Head
 from hfdist.models.build import auto_class
 from hfdist.models.hub_client import reading_from_hub
+from hfdist.models.names.weight_names import without_report
 from hfdist.trainer.checkpointing.model_files import write_hub_files
 
 logger = logging.getLogger(__name__)
@@ -62,7 +63,7 @@ def _open_merged(adapter: Path, base: ModelConfig, config: PreTrainedConfig, hea
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     assert base.name is not None  # checked with the config
-    with reading_from_hub("model.name", base.name):
+    with reading_from_hub("model.name", base.name), without_report():
         # As in the files: under ZeRO-3 the config has the type in which they were read.
         dtype = AutoConfig.from_pretrained(base.name, trust_remote_code=base.trust_remote_code).dtype
         model = auto_class(head).from_pretrained(
