@@ -304,7 +304,7 @@ TRAITS = {
         peer="sentence-transformers",
         learning_rate=5e-5,
         loss_unit="mean of queries",
-        keys=("loss", "margin", "scale", "pooling", "normalize", "matryoshka"),
+        keys=("loss", "margin", "scale", "pooling", "normalize", "matryoshka", "mask_duplicates"),
         unit="row",
         method="as an embedding model, by a contrastive loss over all texts of a step (arXiv 1705.00652)",
         row_format=RowFormat.retrieval,
@@ -454,6 +454,9 @@ class TaskConfig:
     """embed: whether embeddings have the length 1, so that their similarity is a cosine; else it is a product."""
     matryoshka: list[int] = field(default_factory=list)
     """embed: the loss is the sum of those of the first so many dimensions of each embedding: [64, 128]; []: of all."""
+    mask_duplicates: bool = False
+    """embed: whether a text that equals a query's positive, and the positive of an equal query, are no negatives of
+    it; infonce, infonce_both."""
 
     @property
     def uses_generators(self) -> bool:

@@ -10,7 +10,10 @@ al., 2021, arXiv 2101.06983: cached gradients). It costs one forward more.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import hashlib
+from collections.abc import Iterable, Iterator, Sequence
+from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -50,8 +53,10 @@ class Places(NamedTuple):
     documents: torch.Tensor
     """Numbers of documents, as `Documents.of_token` has them."""
     rows: torch.Tensor
+    first: torch.Tensor
+    """Place of the first token among those of all rows."""
     last: torch.Tensor
-    """Place of the last token among those of all rows."""
+    """That of the last token."""
 
     @classmethod
     def of(cls, batch: Batch) -> Places:
@@ -64,7 +69,7 @@ class Places(NamedTuple):
         kinds = torch.where(is_query[texts], QUERY, NEGATIVE)
         kinds[1:][kinds[:-1] == QUERY] = POSITIVE
         last = ends[texts]
-        return cls(kinds, texts, last // documents.is_first.shape[1], last)
+        return cls(kinds, texts, last // documents.is_first.shape[1], starts[texts], last)
 
     def among_row(self) -> torch.Tensor:
         """Give the number of each text within its row; shape [texts]."""
@@ -109,7 +114,7 @@ class Embeddings(Objective):
         with evaluating(self._training, are_training=True) as forward:
             embeddings, own = self._embed(batches, forward)
         self._training.model.train()
-        texts = Texts(embeddings.requires_grad_(), self._gather_kinds(found))
+        texts = self._gather_texts(embeddings.requires_grad_(), batches, found)
         with torch.enable_grad():
             losses = losses_of(texts, self._task)
             [gradients] = torch.autograd.grad(losses.sum(), embeddings)
@@ -137,7 +142,7 @@ class Embeddings(Objective):
         """Embed all held-out texts: each query is compared with all of them."""
         known = list(batches)
         embeddings, _ = self._embed(known, forward)
-        texts = Texts(embeddings, self._gather_kinds([Places.of(batch) for batch in known]))
+        texts = self._gather_texts(embeddings, known, [Places.of(batch) for batch in known])
         self._held_out = losses_of(texts, self._task)[self._have_loss(texts.kinds)].tolist()
         self._note_places(texts)
 
@@ -179,12 +184,19 @@ class Embeddings(Objective):
             dist.all_reduce(whole)
         return whole, mine
 
-    def _gather_kinds(self, found: Sequence[Places]) -> torch.Tensor:
-        """Give what the texts of all data ranks are, in their order; shape [texts], on the device. A collective."""
-        data_rank = self._training.strategy.topology.data_rank
-        own = torch.cat([one.kinds for one in found]).tolist() if found else []
-        kinds = dict(gather_json([data_rank, own]))
-        return torch.tensor([kind for rank in sorted(kinds) for kind in kinds[rank]], device=self._training.args.device)
+    def _gather_texts(self, embeddings: torch.Tensor, batches: Sequence[Batch], found: Sequence[Places]) -> Texts:
+        """Give the texts of all data ranks, in their order, on the device. A collective.
+
+        `embeddings` are those of all; `batches` and `found` are this data rank's.
+        """
+        data_rank, is_masking = self._training.strategy.topology.data_rank, self._task.mask_duplicates
+        own = [kind for one in found for kind in one.kinds.tolist()]
+        own_digests = list(chain.from_iterable(map(_digests, batches, found))) if is_masking else []
+        known = {rank: (kinds, digests) for rank, kinds, digests in gather_json([data_rank, own, own_digests])}
+        kinds, digests = (list(chain.from_iterable(known[rank][n] for rank in sorted(known))) for n in (0, 1))
+        numbers = {digest: number for number, digest in enumerate(dict.fromkeys(digests))}
+        tensor = partial(torch.tensor, dtype=torch.long, device=self._training.args.device)
+        return Texts(embeddings, tensor(kinds), tensor([numbers[one] for one in digests]) if is_masking else None)
 
     def _states(self, model: nn.Module, batch: Batch, texts: Places) -> torch.Tensor:
         """Run the model, and give the embedding of each text before it is normalized; [texts, width], float32."""
@@ -200,6 +212,13 @@ class Embeddings(Objective):
         of_token = number[documents.of_token.flatten()]
         sums = flat.new_zeros(len(texts.last) + 1, flat.shape[1]).index_add(0, of_token, flat)
         return (sums / torch.bincount(of_token, minlength=len(sums)).clamp(min=1)[:, None])[:-1]
+
+
+def _digests(batch: Batch, texts: Places) -> Iterator[str]:
+    """Give a digest of the tokens of each text."""
+    ids = batch["input_ids"].flatten().cpu().numpy()
+    for first, last in zip(texts.first.tolist(), texts.last.tolist(), strict=True):
+        yield hashlib.blake2b(ids[first : last + 1].tobytes(), digest_size=8).hexdigest()
 
 
 def _by_rows(batch: Batch, texts: Places, values: torch.Tensor) -> torch.Tensor:

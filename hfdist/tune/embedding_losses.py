@@ -12,8 +12,8 @@ themselves (Kusupati et al., arXiv 2205.13147).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 import torch
@@ -40,6 +40,8 @@ class Texts:
     """Shape [texts, width]."""
     kinds: torch.Tensor
     """QUERY, POSITIVE or NEGATIVE; shape [texts]."""
+    numbers: torch.Tensor | None = None
+    """Equal texts have the same number, from 0 on; shape [texts]. None: no text is left out for being equal."""
 
     @property
     def queries(self) -> torch.Tensor:
@@ -62,18 +64,33 @@ class Texts:
         return torch.cat([self.positives, self.negatives])
 
     @property
+    def pairs(self) -> torch.Tensor | None:
+        """Numbers of each query and of its positive; shape [queries, 2]."""
+        if self.numbers is None:
+            return None
+        return torch.stack([self.numbers[self.kinds == kind] for kind in (QUERY, POSITIVE)], 1)
+
+    @property
+    def document_pairs(self) -> torch.Tensor | None:
+        """The same of each document, -1 where a negative has no query; shape [documents, 2]."""
+        if self.numbers is None or self.pairs is None:
+            return None
+        negatives = self.numbers[self.kinds == NEGATIVE]
+        return torch.cat([self.pairs, torch.stack([torch.full_like(negatives, -1), negatives], 1)])
+
+    @property
     def owners(self) -> torch.Tensor:
         """The query of each negative; shape [negatives]."""
         return ((self.kinds == QUERY).cumsum(0) - 1)[self.kinds == NEGATIVE]
 
 
 def _infonce(texts: Texts, task: TaskConfig) -> torch.Tensor:
-    return _losses_among(texts.queries, texts.documents, task.scale)
+    return _losses_of_rows(_rows_of(texts), task.scale)
 
 
 def _infonce_both(texts: Texts, task: TaskConfig) -> torch.Tensor:
-    back = _losses_among(texts.positives, texts.queries, task.scale)
-    return (_infonce(texts, task) + back) / 2
+    back = _Rows(texts.positives, texts.queries, texts.pairs, texts.pairs)
+    return (_infonce(texts, task) + _losses_of_rows(back, task.scale)) / 2
 
 
 def _triplet(texts: Texts, task: TaskConfig) -> torch.Tensor:
@@ -118,7 +135,7 @@ def check_sizes(task: TaskConfig, architecture: PreTrainedConfig) -> None:
 def first_dimensions(texts: Texts, size: int, task: TaskConfig) -> Texts:
     """Give the texts with the first `size` dimensions of their embeddings, of length 1 if the task asks."""
     embeddings = texts.embeddings[:, :size]
-    return Texts(normalize(embeddings, dim=-1) if task.normalize else embeddings, texts.kinds)
+    return replace(texts, embeddings=normalize(embeddings, dim=-1) if task.normalize else embeddings)
 
 
 def places(texts: Texts) -> torch.Tensor:
@@ -129,34 +146,57 @@ def places(texts: Texts) -> torch.Tensor:
     Args:
         texts: similarities are the products of their embeddings.
     """
-    documents, found = texts.documents, []
-    for first, queries in _parts(texts.queries, len(documents)):
-        scores = queries @ documents.T
-        own = scores.diagonal(first)[:, None]
-        found.append((scores >= own - _EQUAL * own.abs().clamp(min=1)).sum(1))
+    rows, found = _rows_of(texts), []
+    with torch.no_grad():
+        for part in rows.parts():
+            scores = rows.scores(part)
+            own = scores.diagonal(part.start)[:, None]
+            found.append((scores >= own - _EQUAL * own.abs().clamp(min=1)).sum(1))
     return torch.cat(found)
 
 
-def _losses_among(texts: torch.Tensor, others: torch.Tensor, scale: float) -> torch.Tensor:
-    """Give the cross entropy of each text at the one of `others` with its number; shape [texts].
+@dataclass(frozen=True)
+class _Rows:
+    """Similarities of texts to others, of which the one with a text's number belongs to it; made for some at a time."""
 
-    Scores are made for some texts at a time, in the backward pass again, so that they are never there for all.
-    """
-    parts = _parts(texts, len(others))
-    losses = [checkpoint(_losses_of_part, part, others, first, scale, use_reentrant=False) for first, part in parts]
-    return torch.cat(losses)
+    texts: torch.Tensor
+    """Shape [texts, width]."""
+    others: torch.Tensor
+    """Shape [others, width]."""
+    pairs: torch.Tensor | None
+    """Numbers of the query and the positive of each text; shape [texts, 2]. None: no text is left out."""
+    other_pairs: torch.Tensor | None
+    """The same of the others; shape [others, 2]."""
+
+    def parts(self) -> list[range]:
+        """Give the numbers of texts in parts that have few enough scores; one is empty where there is no text."""
+        size = max(_MOST_SCORES // max(len(self.others), 1), 1)
+        return [range(len(self.texts))[first : first + size] for first in range(0, max(len(self.texts), 1), size)]
+
+    def scores(self, part: range) -> torch.Tensor:
+        """Give the similarities of a part, -inf where a text is left out; shape [texts of the part, others]."""
+        own = slice(part.start, part.stop)
+        scores = self.texts[own] @ self.others.T
+        if self.pairs is None or self.other_pairs is None:
+            return scores
+        is_equal = (self.pairs[own, None] == self.other_pairs).any(-1)
+        is_equal.diagonal(part.start).fill_(False)
+        return scores.masked_fill(is_equal, -torch.inf)
 
 
-def _losses_of_part(part: torch.Tensor, others: torch.Tensor, first: int, scale: float) -> torch.Tensor:
-    own = torch.arange(first, first + len(part), device=part.device)
-    return cross_entropy(scale * part @ others.T, own, reduction="none")
+def _rows_of(texts: Texts) -> _Rows:
+    return _Rows(texts.queries, texts.documents, texts.pairs, texts.document_pairs)
 
 
-def _parts(texts: torch.Tensor, num_others: int) -> Iterator[tuple[int, torch.Tensor]]:
-    """Give texts in parts that have few enough scores, each with the number of its first one."""
-    size = max(_MOST_SCORES // max(num_others, 1), 1)
-    for number, part in enumerate(texts.split(size)):
-        yield number * size, part
+def _losses_of_rows(rows: _Rows, scale: float) -> torch.Tensor:
+    """Give the cross entropy of each text at the one that belongs to it; shape [texts]."""
+
+    def losses(part: range) -> torch.Tensor:
+        own = torch.arange(part.start, part.stop, device=rows.texts.device)
+        return cross_entropy(scale * rows.scores(part), own, reduction="none")
+
+    # Scores are made in the backward pass again, so that they are never there for all texts.
+    return torch.cat([checkpoint(losses, part, use_reentrant=False) for part in rows.parts()])
 
 
 def _distances(first: torch.Tensor, second: torch.Tensor) -> torch.Tensor:

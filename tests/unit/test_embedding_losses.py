@@ -1,5 +1,6 @@
 """Losses of embeddings beside formulas written out, and places of positives among all documents."""
 
+import dataclasses
 import importlib.util
 import itertools
 
@@ -92,6 +93,30 @@ def test_places_count_what_is_nearer_and_what_is_as_near():
     assert places(texts).tolist() == [2, 1]
     same = Texts(torch.ones(5, 2), texts.kinds)
     assert places(first_dimensions(same, 2, task("infonce"))).tolist() == [3, 3]
+
+
+@pytest.mark.parametrize("loss", ["infonce", "infonce_both"])
+def test_equal_texts_are_no_negatives(loss):
+    texts = make()
+    # The second query is the first one, the third positive and the first negative are the same text.
+    numbers = torch.tensor([0, 1, 2, 0, 3, 5, 2, 6, 7])
+    masked = {Q[0]: {D[1]}, Q[1]: {D[0]}, Q[2]: {N[0]}}
+    e = torch.nn.functional.normalize(texts.embeddings, dim=-1)
+    wanted = []
+    for number, query in enumerate(Q):
+        scores = {d: 20 * e[query] @ e[d] for d in (*D, *N) if d not in masked[query]}
+        one = torch.logsumexp(torch.stack(list(scores.values())), 0) - scores[D[number]]
+        if loss == "infonce_both":
+            kept = [q for q, d in zip(Q, D, strict=True) if d not in masked[query]]
+            back = torch.logsumexp(torch.stack([20 * e[q] @ e[D[number]] for q in kept]), 0) - scores[D[number]]
+            one = (one + back) / 2
+        wanted.append(one)
+    ours = losses_of(dataclasses.replace(texts, numbers=numbers), task(loss))
+    assert torch.allclose(ours, torch.stack(wanted), rtol=1e-12)
+    (own,), (other,) = (torch.autograd.grad(v.sum(), texts.embeddings) for v in (ours, torch.stack(wanted)))
+    assert torch.allclose(own, other, rtol=1e-10, atol=1e-12)
+    same = Texts(torch.ones(9, 2), texts.kinds, numbers)
+    assert places(same).tolist() == [5, 5, 5]
 
 
 @pytest.mark.parametrize("most", [1, 12, 18])

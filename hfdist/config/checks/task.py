@@ -190,6 +190,8 @@ def _check_embeddings(config: RunConfig) -> None:
         raise _misfit(config, "task.margin", "0", "only triplet has a margin")
     if task.loss is TaskLoss.triplet and task.scale != TaskConfig.scale:
         raise _misfit(config, "task.scale", str(TaskConfig.scale), "triplet compares distances as they are")
+    if task.loss is TaskLoss.triplet and task.mask_duplicates:
+        raise _misfit(config, "task.mask_duplicates", "false", "triplet compares a query with its own negatives alone")
     if any(size < 1 for size in task.matryoshka) or len(set(task.matryoshka)) < len(task.matryoshka):
         allowed = "numbers of dimensions above 0, each once"
         hint = "task.matryoshka=[64,128,256]"

@@ -128,6 +128,14 @@ def test_only_triplets_have_a_margin_and_they_need_one(words):
     tune("task=embed", *words, refused.value.hint)
 
 
+@pytest.mark.parametrize("word", ["task.scale=30", "task.mask_duplicates=true"])
+def test_triplets_have_no_use_for_what_other_losses_need(word):
+    own = ("task=embed", "task.loss=triplet", "task.margin=0.5", word)
+    with pytest.raises(ConfigError) as refused:
+        tune(*own)
+    tune(*own, refused.value.hint)
+
+
 def test_a_loss_of_another_task_names_its_option():
     with pytest.raises(ConfigError) as refused:
         tune("task=dpo", "task.loss=orpo")
