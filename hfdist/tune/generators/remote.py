@@ -10,10 +10,10 @@ from pathlib import Path
 
 from torch import nn
 
+from hfdist.data.cache import digest_of
 from hfdist.errors import ConfigError, PeerError
 from hfdist.messages.door import SECRET
 from hfdist.messages.message import Message, NotAMessageError, RefusedError
-from hfdist.data.cache import digest_of
 from hfdist.tune.generators.chunks import Listing, write_listing
 from hfdist.tune.generators.generator import Generator, serve
 from hfdist.tune.generators.link import TcpLink

@@ -26,7 +26,8 @@ def test_what_a_killed_process_has_left_is_removed_and_what_is_in_use_stays(tmp_
     long_ago = time.time() - 3600
     os.utime(folder, (long_ago, long_ago))
     with scratch_folder(tmp_path) as own:
-        assert os.path.exists(f"{folder}/weights") and own.is_dir()
+        assert os.path.exists(f"{folder}/weights")
+        assert own.is_dir()
     assert not own.exists()
     held.kill()
     held.wait()
