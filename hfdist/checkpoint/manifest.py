@@ -247,7 +247,9 @@ def inside(folder: Path, name: str) -> Path:
     """
     relative = PurePosixPath(name)
     # No file system takes longer names, and asking for one is an error as of a disk.
-    is_absurd = any(len(part.encode()) > _MAX_NAME_BYTES for part in relative.parts) or "\0" in name
+    is_absurd = any(len(part.encode(errors="replace")) > _MAX_NAME_BYTES for part in relative.parts) or "\0" in name
+    # Half of a surrogate pair is a text of JSON, and no name.
+    is_absurd = is_absurd or any("\ud800" <= letter <= "\udfff" for letter in name)
     is_outside = relative.is_absolute() or ".." in relative.parts
     if is_absurd or is_outside or any((folder / path).is_symlink() for path in (relative, *relative.parents[:-1])):
         raise DamagedError("outside", "a file name leads out of the checkpoint", where=folder, found=name)

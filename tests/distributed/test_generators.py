@@ -73,7 +73,7 @@ def generate(port, folder, moment, struck):
     with (folder / "log").open("a", buffering=1) as log:
         address, secret = (LOOPBACK, port), os.environ[SECRET]
         say = lambda line: print(line, file=log)  # noqa: E731
-        RemoteGenerator(address, secret, folder, own=None, wait_seconds=120, say=say).run()
+        RemoteGenerator(address, secret, folder, folder, own=None, wait_seconds=120, say=say).run()
 
 
 def die_at(moment, struck):

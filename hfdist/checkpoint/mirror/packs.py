@@ -65,8 +65,6 @@ def read_pack(content: Content, data: bytes, where: str) -> Iterator[tuple[Part,
         if len(head) > _MOST_HEAD_BYTES:
             raise ValueError("its head is too long")
         parts = [Part(str(name), whole_number(begin), whole_number(size)) for name, begin, size in json.loads(head)]
-        if min((min(part.begin, part.num_bytes) for part in parts), default=0) < 0:
-            raise ValueError("a part has no place")
         if sum(part.num_bytes for part in parts) != len(rest):
             raise ValueError("it has another size")
     except (ValueError, TypeError, RecursionError) as error:
@@ -101,7 +99,8 @@ def find_new(files: Mapping[str, Path], packs: Sequence[Pack]) -> tuple[list[Pac
         The packs that stay, and the parts of each further one.
     """
     sizes = {name: path.stat().st_size for name, path in files.items()}
-    begins = {name: _end_of(name, path, packs) for name, path in files.items()}
+    chains = _chains(packs)
+    begins = {name: _end_of(path, chains.get(name, [])) for name, path in files.items()}
     new = {name for name, size in sizes.items() if size > begins[name]}
     kept = list(packs)
     if not new:
@@ -115,13 +114,17 @@ def find_new(files: Mapping[str, Path], packs: Sequence[Pack]) -> tuple[list[Pac
     return kept, list(_fill(Part(name, begins[name], sizes[name] - begins[name]) for name in sorted(files)))
 
 
-def _end_of(name: str, path: Path, packs: Sequence[Pack]) -> int:
-    """Give how many bytes of a file the packs hold; 0: the file was changed before its end since then."""
-    chain: list[tuple[Part, str]] = []
+def _chains(packs: Sequence[Pack]) -> dict[str, list[tuple[Part, str]]]:
+    """Give the parts of each file with their hashes, from the last one that begins it anew."""
+    chains: dict[str, list[tuple[Part, str]]] = {}
     for pack in packs:
         for part, own in zip(pack.parts, pack.hashes, strict=True):
-            if part.name == name:
-                chain = [*(chain if part.begin else []), (part, own)]
+            chains[part.name] = [*(chains.get(part.name, []) if part.begin else []), (part, own)]
+    return chains
+
+
+def _end_of(path: Path, chain: Sequence[tuple[Part, str]]) -> int:
+    """Give how many bytes of a file its chain holds; 0: the file was changed before its end since then."""
     for part, own in chain:
         if _hash(path, part) != own:
             return 0

@@ -15,7 +15,7 @@ from transformers import (
     TrainingArguments,
 )
 
-from hfdist.config.run import RunConfig
+from hfdist.config.run import EvaluateConfig, RunConfig
 from hfdist.data.documents.examples import take_examples
 from hfdist.errors import DataError
 from hfdist.topology import Topology
@@ -75,7 +75,7 @@ def make_evaluators(
         metrics = load_metrics(evaluate.metrics)
         measures.append(GenerationMetrics(tokenizer, generate, examples, metrics, evaluate.max_new_tokens))
     if evaluate.patience is not None:
-        callbacks.append(EarlyStopping(evaluate.patience, evaluate.min_delta))
+        callbacks.append(EarlyStopping(evaluate))
     return measures, callbacks
 
 
@@ -93,6 +93,13 @@ def num_without_improvement(losses: Sequence[float], min_delta: float) -> int:
     return since
 
 
+def is_out_of_patience(state: TrainerState, evaluate: EvaluateConfig) -> bool:
+    """Whether the training is over by `evaluate.patience`."""
+    return evaluate.patience is not None and (
+        num_without_improvement(newest_losses(state.log_history), evaluate.min_delta) >= evaluate.patience
+    )
+
+
 class EarlyStopping(TrainerCallback):
     """Ends the training on all ranks after the same evaluation: all have the same losses.
 
@@ -100,25 +107,22 @@ class EarlyStopping(TrainerCallback):
     one counts in `state.log_history`, which both keep right. `patience` is below `NUM_ENTRIES`.
     """
 
-    def __init__(self, patience: int, min_delta: float) -> None:
-        self._patience, self._min_delta = patience, min_delta
+    def __init__(self, evaluate: EvaluateConfig) -> None:
+        self._evaluate = evaluate
 
     def on_train_begin(self, args: object, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
         """A run that goes on where it had stopped is over."""
-        control.should_training_stop |= self._is_over(state)
+        control.should_training_stop |= is_out_of_patience(state, self._evaluate)
 
     def on_evaluate(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
         """Stop, with a checkpoint."""
-        if not self._is_over(state) or state.global_step >= state.max_steps:
+        if not is_out_of_patience(state, self._evaluate) or state.global_step >= state.max_steps:
             return
         control.should_training_stop = True
         control.should_save = args.save_strategy != "no"
         logger.info(
             "stopping at step %d: %d evaluations in a row without a lower held-out loss (min_delta %g)",
-            *(state.global_step, self._patience, self._min_delta),
+            *(state.global_step, self._evaluate.patience, self._evaluate.min_delta),
         )
-
-    def _is_over(self, state: TrainerState) -> bool:
-        return num_without_improvement(newest_losses(state.log_history), self._min_delta) >= self._patience

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from hfdist.messages.message import Message, NotAMessageError
@@ -32,6 +33,6 @@ class AnswerCheck:
             if not all(type(token) is int and 0 <= token < self.vocabulary for token in tokens):
                 raise NotAMessageError("completions are no tokens of the model")
             is_each = isinstance(values, list) and len(values) == len(tokens)
-            if not is_each or not all(type(value) in (int, float) for value in values):
-                raise NotAMessageError("a token has no log-probability")
+            if not is_each or not all(type(value) in (int, float) and math.isfinite(value) for value in values):
+                raise NotAMessageError("a token has no finite log-probability")
         return sum(map(len, completions))

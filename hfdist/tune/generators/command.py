@@ -9,6 +9,7 @@ import signal
 import sys
 import tempfile
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 from hfdist.config.cli.arguments import as_command, read_arguments, read_number
@@ -18,6 +19,7 @@ from hfdist.config.paths import expand_user
 from hfdist.errors import ConfigError
 from hfdist.messages.door import SECRET
 from hfdist.processes.stop_signals import heard_signals
+from hfdist.tune.generators.scratch import scratch_folder
 
 _HELP = f"""\
 Answer the prompts of a run on another machine (task=grpo, task=rloo), while that trains. The run sends its settings,
@@ -36,7 +38,7 @@ The same {SECRET} belongs in the environment of the run and of its generators. I
 one, a run lets in generators of its own machine alone.
 
 Exit codes: 0 the training has ended, or it was told to end, 2 a wrong argument, or the run refuses it, 6 the run does
-not answer, 7 the disk is too small.
+not answer, 7 this machine's disk cannot hold or read the files.
 """
 _KEYS = {"join": "HOST:PORT", "model": "FOLDER", "folder": "FOLDER", "wait_seconds": "N"}
 
@@ -44,16 +46,17 @@ _KEYS = {"join": "HOST:PORT", "model": "FOLDER", "folder": "FOLDER", "wait_secon
 def _generate(arguments: list[str]) -> None:
     """Serve the run until it has ended, or a signal ends the process; raises what `RemoteGenerator.run` does."""
     values = read_arguments(arguments, _KEYS, first="join")
-    address, own = _read_address(values.get("join")), _read_folder(values)
+    address, own = _read_address(values.get("join")), _read_own(values)
     wait_seconds = read_number(values, "wait_seconds", "600")
     for number in heard_signals():
         # What was fetched into a temporary folder is removed.
         signal.signal(number, lambda *_: sys.exit(0))
     # Here: it imports torch, which takes seconds.
     made = importlib.import_module("hfdist.tune.generators.remote").RemoteGenerator
-    with tempfile.TemporaryDirectory(prefix="hfdist-generate-") as temporary:
-        folder = expand_user(values.get("folder", temporary)).absolute()
-        made(address, os.environ.get(SECRET, ""), folder, own=own, wait_seconds=wait_seconds, say=_say).run()
+    kept = _make_folder(values)
+    with scratch_folder(kept or Path(tempfile.gettempdir())) as scratch:
+        more = {"own": own, "wait_seconds": wait_seconds, "say": _say}
+        made(address, os.environ.get(SECRET, ""), kept or scratch, scratch, **more).run()
 
 
 def _read_address(text: str | None) -> tuple[str, int]:
@@ -66,13 +69,26 @@ def _read_address(text: str | None) -> tuple[str, int]:
     return found[1].strip("[]"), int(found[2])
 
 
-def _read_folder(values: dict[str, str]) -> Path | None:
+def _read_own(values: Mapping[str, str]) -> Path | None:
     if "model" not in values:
         return None
     folder = expand_user(values["model"])
     if not folder.is_dir():
         what, hint = "there is no such folder", "without model=, which fetches that of the run"
         raise ConfigError(what, where=f"model ({COMMAND_LINE})", found=folder, hint=hint)
+    return folder
+
+
+def _make_folder(values: Mapping[str, str]) -> Path | None:
+    """Make the folder for what is fetched, if one is named."""
+    if "folder" not in values:
+        return None
+    folder = expand_user(values["folder"]).absolute()
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        what, hint = "this folder cannot be made", "folder=PATH, where this user may write"
+        raise ConfigError(what, where=f"folder ({COMMAND_LINE})", found=error, hint=hint) from error
     return folder
 
 

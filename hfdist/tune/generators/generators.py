@@ -23,6 +23,7 @@ from hfdist.errors import PeerError
 from hfdist.processes.child_python import module
 from hfdist.strategies.engine import Batch
 from hfdist.topology import Topology
+from hfdist.trainer.evaluation.evaluators import is_out_of_patience
 from hfdist.trainer.generation.limits import GenerationLimits
 from hfdist.trainer.step.step_lines import StepLines
 from hfdist.trainer.training import Training
@@ -118,7 +119,8 @@ class Generators(TrainerCallback):
     def on_train_end(self, args: object, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
         """End the generators."""
         if self._broker is not None and self._gates is not None:
-            self._gates.close(is_end=state.global_step >= state.max_steps)
+            is_over = state.global_step >= state.max_steps or is_out_of_patience(state, self._config.evaluate)
+            self._gates.close(is_end=is_over)
             self._broker.stop()
             # That of another training counts anew.
             self._broker, self._read_tokens, self._read_thrown_away = None, 0, 0

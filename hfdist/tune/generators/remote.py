@@ -10,14 +10,15 @@ from pathlib import Path
 
 from torch import nn
 
+from hfdist.data.cache import digest_of
 from hfdist.errors import ConfigError, PeerError
 from hfdist.messages.door import SECRET
 from hfdist.messages.message import Message, NotAMessageError, RefusedError
-from hfdist.tune.generators.chunks import Listing
+from hfdist.tune.generators.chunks import Listing, write_listing
 from hfdist.tune.generators.generator import Generator, serve
 from hfdist.tune.generators.link import TcpLink
 from hfdist.tune.generators.policy_files import PolicyFiles
-from hfdist.tune.generators.remote_files import RETRY_SECONDS, RemoteFiles, use_own
+from hfdist.tune.generators.remote_files import RETRY_SECONDS, GoneError, RemoteFiles, no_connection_fails, use_own
 from hfdist.tune.generators.served_files import ADAPTER, MODEL, POLICY
 from hfdist.tune.generators.settings import Settings
 from hfdist.version import __version__
@@ -35,7 +36,8 @@ class RemoteGenerator:
     Args:
         address: host and port at which the run lets generators in.
         secret: that the run asks for; empty: none.
-        folder: for the run's model, and for one version of the policy.
+        folder: for models of runs; other processes may use it, too.
+        scratch: folder of this process alone, on the same disk; for one version of the policy.
         own: folder of the same model; its files are not fetched.
         wait_seconds: for which a run is tried that does not answer.
         say: takes a line for people.
@@ -46,12 +48,14 @@ class RemoteGenerator:
         address: tuple[str, int],
         secret: str,
         folder: Path,
+        scratch: Path,
         *,
         own: Path | None,
         wait_seconds: float,
         say: Callable[[str], None],
     ) -> None:
-        self._address, self._secret, self._folder, self._own = address, secret, folder, own
+        self._address, self._secret, self._own = address, secret, own
+        self._folder, self._scratch = folder, scratch
         self._wait_seconds, self._say = wait_seconds, say
 
     def run(self) -> None:
@@ -60,8 +64,14 @@ class RemoteGenerator:
         Raises:
             PeerError: the run does not answer for so long.
             ConfigError: it refuses this generator, or has another model.
-            ResourceError: the disk is too small.
+            ResourceError: the disk is too small, or fails.
         """
+        try:
+            self._serve_all_starts()
+        except RefusedError as error:
+            raise _refusal(error) from None
+
+    def _serve_all_starts(self) -> None:
         start, generator, files = "", None, None
         while True:
             link = self._join()
@@ -71,17 +81,21 @@ class RemoteGenerator:
                     start = link.welcome.text("start")
                     if files is not None:
                         files.close()
-                    files = RemoteFiles(partial(self._connect, "files"), start, self._wait_seconds)
-                    generator = self._build(link.welcome, files)
+                    files = RemoteFiles(partial(self._connect, "files"), start, self._wait_seconds, self._scratch)
+                    # transformers raises an OSError for a file that lacks.
+                    with no_connection_fails(self._folder):
+                        generator = self._build(link.welcome, files)
                 serve(generator, link)
                 self._say("the training has ended")
                 return
-            except FileNotFoundError:
+            except GoneError:
                 generator = None  # The run has started again meanwhile.
             except (OSError, NotAMessageError) as error:
                 self._say(f"the connection has ended ({error})")
             finally:
                 link.close()
+            # A run that lets it in and drops it at once is not asked without a pause.
+            time.sleep(RETRY_SECONDS)
 
     def _connect(self, kind: str) -> TcpLink:
         return TcpLink(self._address, self._secret, {"hfdist": __version__, "is": kind}, _CONNECT_SECONDS)
@@ -91,8 +105,6 @@ class RemoteGenerator:
         while True:
             try:
                 return self._connect("generator")
-            except RefusedError as error:
-                raise _refusal(error) from None
             except (OSError, NotAMessageError) as error:
                 if time.monotonic() > deadline:
                     raise PeerError(
@@ -108,26 +120,28 @@ class RemoteGenerator:
 
     def _build(self, welcome: Message, files: RemoteFiles) -> Generator:
         settings = Settings.from_message(welcome.mapping("settings"))
-        shutil.rmtree(self._folder / POLICY, ignore_errors=True)
         places = {}
         for of in (MODEL, ADAPTER):
-            listing = files.list(of)
-            if of == MODEL and self._own is not None:
-                self._take_own(self._own, listing, files)
-            if listing:
-                places[of] = self._folder / of
+            if listing := files.list(of):
+                # Its own for each model: files of another one must not be found beside it.
+                places[of] = self._folder / f"{of}-{digest_of([write_listing(listing)])[:16]}"
+                if of == MODEL and self._own is not None:
+                    places[of] = self._link_own(self._own, listing, files)
                 files.fetch(listing, places[of], of)
         made = settings.at(self._folder, model=places.get(MODEL), adapter=places.get(ADAPTER))
         self._say(f"joined: {files.num_bytes:,} bytes fetched")
-        return Generator(made, FetchedPolicy(self._folder / POLICY, files, self._say), device=0)
+        return Generator(made, FetchedPolicy(self._scratch / POLICY, files, self._say), device=0)
 
-    def _take_own(self, own: Path, listing: Listing, files: RemoteFiles) -> None:
-        others = use_own(own, listing, self._folder / MODEL)
+    def _link_own(self, own: Path, listing: Listing, files: RemoteFiles) -> Path:
+        linked = self._scratch / MODEL
+        shutil.rmtree(linked, ignore_errors=True)  # of an earlier start
+        others = use_own(own, listing, linked)
         if others:
             found = "another " + ", ".join(others[:_MOST_NAMED]) + (" and more" if len(others) > _MOST_NAMED else "")
             files.refuse(found)
             what, hint = "this is not the run's model and tokenizer", "without model=, which fetches those of the run"
             raise ConfigError(what, where="model", found=f"{found}, in {own}", hint=hint)
+        return linked
 
 
 class FetchedPolicy:

@@ -1,7 +1,7 @@
 """Files of a run on another machine, fetched chunk by chunk: a file is there once all of it has come and fits.
 
 A broken connection costs the chunk that was under way. What is there already, or is the user's own and the same, is not
-fetched.
+fetched. Several processes may fetch into one folder at a time.
 """
 
 from __future__ import annotations
@@ -9,11 +9,12 @@ from __future__ import annotations
 import os
 import shutil
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from hfdist.errors import PeerError, ResourceError
-from hfdist.messages.message import Message, NotAMessageError, read_message
+from hfdist.messages.message import Message, NotAMessageError, RefusedError, read_message
 from hfdist.tune.generators.chunks import CHUNK_BYTES, ListedFile, Listing, hash_chunk, list_file, read_listing
 from hfdist.tune.generators.link import TcpLink
 from hfdist.tune.generators.messages import pack
@@ -21,7 +22,11 @@ from hfdist.tune.generators.messages import pack
 RETRY_SECONDS = 1.0
 _MOST_MISFITS = 3
 """How often a chunk may come that has another hash than the list says."""
-_UNFINISHED = ".unfinished"
+_UNFINISHED = "unfinished"
+
+
+class GoneError(FileNotFoundError):
+    """The run has these files no more."""
 
 
 class RemoteFiles:
@@ -31,26 +36,33 @@ class RemoteFiles:
         connect: connects to the gate as a reader of files; OSError: nobody answers.
         start: of the run.
         wait_seconds: for which a connection is tried anew.
+        scratch: folder of this process alone, on the disk of what is fetched.
     """
 
-    def __init__(self, connect: Callable[[], TcpLink], start: str, wait_seconds: float) -> None:
+    def __init__(self, connect: Callable[[], TcpLink], start: str, wait_seconds: float, scratch: Path) -> None:
         self._connect, self._start, self._wait_seconds = connect, start, wait_seconds
+        self._unfinished = scratch / _UNFINISHED
         self._link: TcpLink | None = None
         self.num_bytes = 0
         """Bytes of chunks that have come."""
 
     def list(self, of: str, **more: int) -> Listing:
-        """List files of a kind; FileNotFoundError: there are none any more. Raises what `fetch` does."""
+        """List files of a kind; GoneError: there are none any more. Raises what `fetch` does."""
         return read_listing(self._ask({"of": of, **more})[0].mapping("files"))
 
     def fetch(self, listing: Listing, folder: Path, of: str, **more: int) -> None:
         """Bring all files of a listing into a folder, where some may be.
 
         Raises:
-            FileNotFoundError: they are there no more.
+            GoneError: they are there no more.
             PeerError: the run does not answer for so long, or what comes is not what was listed.
-            ResourceError: the disk is too small.
+            RefusedError: the run does not let this reader in, or cannot send them.
+            ResourceError: the disk is too small, or fails.
         """
+        with no_connection_fails(folder):
+            self._fetch(listing, folder, of, **more)
+
+    def _fetch(self, listing: Listing, folder: Path, of: str, **more: int) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         wanted = {name: file for name, file in listing.items() if not _is_there(folder / name, file)}
         free, needed = shutil.disk_usage(folder).free, sum(file.num_bytes for file in wanted.values())
@@ -60,16 +72,16 @@ class RemoteFiles:
         for name, file in wanted.items():
             path = folder / name
             path.parent.mkdir(exist_ok=True)
-            unfinished = path.with_name(path.name + _UNFINISHED)
-            with unfinished.open("wb") as output:
+            with self._unfinished.open("wb") as output:
                 for chunk in range(len(file.hashes)):
                     output.write(self._chunk({"of": of, **more, "file": name, "chunk": chunk}, file.hashes[chunk]))
-            os.replace(unfinished, path)
+            os.replace(self._unfinished, path)
 
     def refuse(self, what: str) -> None:
-        """Tell the run why this generator does not join."""
-        link = self._link or self._connect()
-        link.send(pack({"differs": what}))
+        """Tell the run why this generator does not join, if it still listens."""
+        with suppress(OSError):
+            link = self._link or self._connect()
+            link.send(pack({"differs": what}))
         self.close()
 
     def close(self) -> None:
@@ -103,19 +115,35 @@ class RemoteFiles:
                     raise PeerError(what, where="join", found=str(error), hint=hint) from error
                 time.sleep(RETRY_SECONDS)
                 continue
+            if "refused" in answer:
+                raise RefusedError(**answer)
             if "gone" in answer:
-                raise FileNotFoundError(f"{asked}")
+                raise GoneError(f"{asked}")
             return answer, content
 
 
+@contextmanager
+def no_connection_fails(folder: Path) -> Iterator[None]:
+    """Take an OSError of the block for one of this machine's disk: no connection comes out of it with one."""
+    try:
+        yield
+    except GoneError:
+        raise
+    except OSError as error:
+        what, hint = "the run's files cannot be kept or read here", "folder=PATH, on a disk that has room"
+        raise ResourceError(what, where=str(folder), found=error, hint=hint) from error
+
+
 def use_own(own: Path, listing: Listing, folder: Path) -> list[str]:
-    """Let files of the user's stand for those of the run; give names of files that are others: then none stands."""
+    """Link to files of the user's from an empty folder; give names of those that are no files of the run.
+
+    If there are any, nothing is linked.
+    """
     found = {name: list_file(own / name) for name in listing if (own / name).is_file()}
     others = [name for name, file in found.items() if file != listing[name]]
     for name in found if not others else ():
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.unlink(missing_ok=True)
         path.symlink_to((own / name).resolve())
     return others
 

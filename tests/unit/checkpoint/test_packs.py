@@ -111,6 +111,7 @@ def test_a_large_file_is_in_several_packs(run, tmp_path, monkeypatch):
     [
         ([["../out", 0, 2]], b"ab", "leads out"),
         ([["/tmp/out", 0, 2]], b"ab", "leads out"),
+        ([["\ud800", 0, 2]], b"ab", "leads out"),
         ([["name", 5, 2]], b"ab", "lacks the bytes before"),
         ([["name", -1, 2]], b"ab", "is damaged"),
         ([["name", 0, 3]], b"ab", "is damaged"),

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
-from hfdist.errors import ConfigError, PeerError
+from hfdist.errors import ConfigError, PeerError, ResourceError
 from hfdist.launch.address import LOOPBACK, listen
 from hfdist.messages.door import SECRET
 from hfdist.messages.message import Message, NotAMessageError, RefusedError
@@ -27,6 +27,7 @@ from hfdist.tune.generators.processes import MOST_RESTARTS, Processes
 from hfdist.tune.generators.remote import FetchedPolicy, RemoteGenerator
 from hfdist.tune.generators.remote_files import RemoteFiles, use_own
 from hfdist.tune.generators.served_files import MODEL, POLICY, ServedFiles
+from hfdist.tune.generators.settings import Settings
 from hfdist.tune.generators.sockets import connect, make_folder, open_broker
 from hfdist.version import __version__
 
@@ -65,7 +66,7 @@ class Run:
         def connect_reader():
             return TcpLink((LOOPBACK, port or self.port), KNOWN, READER, SECONDS)
 
-        return RemoteFiles(connect_reader, self.start, wait_seconds)
+        return RemoteFiles(connect_reader, self.start, wait_seconds, self.folder)
 
     def ask(self, *numbers):
         """As rank 0 does at a step."""
@@ -92,6 +93,13 @@ def run(tmp_path, monkeypatch):
     made = Run(tmp_path, model)
     yield made
     made.close()
+
+
+def generator_of(run, folder, own=None):
+    made = folder / "kept", folder / "scratch"
+    for one in made:
+        one.mkdir(exist_ok=True)
+    return RemoteGenerator((LOOPBACK, run.port), KNOWN, *made, own=own, wait_seconds=1, say=print)
 
 
 def hear(link):
@@ -137,7 +145,7 @@ def test_who_does_not_know_the_secret_gets_nothing(run):
 
 
 def test_another_version_is_refused_and_both_sides_say_so_once(run, tmp_path, caplog):
-    generator = RemoteGenerator((LOOPBACK, run.port), KNOWN, tmp_path / "g", own=None, wait_seconds=1, say=print)
+    generator = generator_of(run, tmp_path)
     with pytest.MonkeyPatch.context() as patch, caplog.at_level(logging.WARNING):
         patch.setattr("hfdist.tune.generators.remote.__version__", "0.0.1")
         for _ in range(2):
@@ -203,6 +211,7 @@ WRONG = [
     {"completions": [[1] * 5], "log_probabilities": [[-1.0] * 5]},
     {"completions": [[1], [2]], "log_probabilities": [[-0.5], [-0.5]]},
     {"completions": [[1, 2]], "log_probabilities": [["a", None]]},
+    {"completions": [[1, 2]], "log_probabilities": [[-0.5, float("nan")]]},
     {"completions": "12"},
 ]
 
@@ -399,13 +408,30 @@ def test_another_model_or_tokenizer_is_refused_and_both_sides_say_which_file(run
     own = tmp_path / "own"
     own.mkdir()
     (own / "config.json").write_bytes(b"{}")
-    generator = RemoteGenerator((LOOPBACK, run.port), KNOWN, tmp_path / "g", own=own, wait_seconds=1, say=print)
+    generator = generator_of(run, tmp_path, own)
     files = run.files()
     with pytest.raises(ConfigError) as caught:
-        generator._take_own(own, files.list(MODEL), files)
+        generator._link_own(own, files.list(MODEL), files)
     assert caught.value.found == f"another config.json, in {own}"
     until(lambda: f"refused: a generator of {LOOPBACK} has another config.json" in caplog.messages)
-    assert not (tmp_path / "g" / MODEL).exists()
+    assert not (tmp_path / "scratch" / MODEL).exists()
+
+
+def test_what_this_machine_or_the_run_cannot_do_ends_a_generator(run, tmp_path, monkeypatch):
+    """It is not tried for ever, as a connection that has ended is."""
+    run.gate._welcome |= {"settings": {}}
+    generator = generator_of(run, tmp_path)
+    monkeypatch.setattr(Settings, "from_message", lambda message: None)
+    (tmp_path / "kept").rmdir()
+    (tmp_path / "kept").write_text("no folder")
+    with pytest.raises(ResourceError, match="cannot be kept or read here"):
+        generator.run()
+    monkeypatch.setattr(gates, "MOST_BYTES_OF_LINE", 10)
+    with pytest.raises(ConfigError, match="too many files to send"):
+        generator.run()
+    monkeypatch.setattr(gates, "MOST_CONNECTIONS", 1)
+    with pytest.raises(ConfigError, match="connections of generators already"):
+        generator.run()
 
 
 @pytest.mark.parametrize(
