@@ -18,7 +18,7 @@ pytestmark = pytest.mark.distributed
 
 BETA = ("task.beta=0.5",)
 LOSSES = {
-    "gspo": ("grpo", "task.loss=gspo", "task.mask_truncated=true", *BETA),
+    "gspo": ("grpo", "task.loss=gspo", "task.mask_truncated=true", "task.trained_prompts=2", *BETA),
     "rloo": ("rloo", *BETA),
     **{
         name: ("grpo", f"task.loss={name}", *BETA)
