@@ -334,11 +334,13 @@ class TaskConfig:
     name: TaskName = TaskName.causal_lm
     """What is learned: causal_lm | dpo | cpo | kto | reward | grpo | rloo | online_dpo | distill | embed."""
     loss: TaskLoss = TaskLoss.sigmoid
-    """dpo: sigmoid | sigmoid_norm | robust | exo_pair | hinge | ipo | nca_pair | bco_pair | sppo_hard | discopop |
-    apo_zero | apo_down; cpo: sigmoid | hinge | ipo | simpo | orpo; kto: kto | apo_zero_unpaired; reward: sigmoid;
-    grpo: grpo | dapo | dr_grpo | gspo | cispo | sapo | vespo | luspo | reinforce_pp;
-    rloo: rloo; online_dpo: sigmoid | sigmoid_norm | robust | exo_pair | hinge | ipo | nca_pair | bco_pair | sppo_hard |
-    discopop | apo_zero | apo_down; embed: infonce | infonce_both | triplet."""
+    """dpo, online_dpo: sigmoid | sigmoid_norm | robust | exo_pair | hinge | ipo | nca_pair | bco_pair | sppo_hard |
+    discopop | apo_zero | apo_down; cpo: sigmoid | hinge | ipo | simpo | orpo; kto: kto | apo_zero_unpaired;
+    reward: sigmoid; grpo: grpo | dapo | dr_grpo | gspo | cispo | sapo | vespo | luspo | reinforce_pp; rloo: rloo;
+    embed: infonce | infonce_both | triplet."""
+
+    # ---- a reference, and losses of pairs ----
+
     beta: float = limited(0.1, at_least=0)
     """How strictly the model stays with the one that it begins with; grpo, rloo: 0: not at all.
 
@@ -359,6 +361,9 @@ class TaskConfig:
     """kto: weight of answers that were liked."""
     undesirable_weight: float = limited(1.0, at_least=0)
     """kto: weight of answers that were not liked."""
+
+    # ---- the model's own answers, and their rewards ----
+
     num_generations: int = limited(8, at_least=2)
     """grpo, rloo, online_dpo: answers to each prompt; a sequence of train.*_batch_size is a prompt.
 
@@ -372,22 +377,6 @@ class TaskConfig:
     """grpo, rloo, online_dpo, distill: number of the likeliest tokens that an answer is drawn from; null: all."""
     top_p: float = limited(1.0, above=0, at_most=1)
     """grpo, rloo, online_dpo, distill: probability that the tokens which answers are drawn from reach together."""
-    teacher: str | None = None
-    """distill: folder of the model that the trained one learns from; it has the same tokens."""
-    divergence_beta: float = limited(0.0, at_least=0, at_most=1)
-    """distill: 0: KL(teacher || student); 1: KL(student || teacher); between: of both from their mix.
-
-    The mix has `divergence_beta` of the teacher (generalized Jensen-Shannon divergence, arXiv 2306.13649).
-    """
-    teacher_top_k: int | None = limited(None, at_least=1)
-    """distill: number of the teacher's likeliest tokens that are kept on disk for each target; null: it computes all.
-
-    They are computed before the first step. Then the teacher is not in memory, and all other tokens count as one.
-    """
-    teacher_sharding: TeacherSharding = TeacherSharding.auto
-    """distill: auto | whole | sharded: whether the ranks that compute losses share the teacher's weights."""
-    on_policy: float = limited(0.0, at_least=0, at_most=1)
-    """distill: share of the steps whose answers the model itself draws; the other steps have those of the rows."""
     rewards: dict[str, float] = field(default_factory=dict)
     """Rewards with their weights: {arithmetic: 1.0}; arithmetic, code, overlong, reward_model, environment, or of
     installed packages.
@@ -396,6 +385,9 @@ class TaskConfig:
     """
     reward_model: str | None = None
     """grpo, rloo, online_dpo: folder of the model that the reward `reward_model` is the score of."""
+
+    # ---- grpo, rloo: losses of policies ----
+
     scale_rewards: bool = True
     """grpo: whether advantages are divided by a standard deviation of rewards, in the losses that do so."""
     clip: float | None = limited(0.2, above=0)
@@ -422,6 +414,9 @@ class TaskConfig:
     """
     mask_truncated: bool = False
     """grpo, rloo: whether answers that were cut off do not train; their rewards count among those of their prompt."""
+
+    # ---- grpo, rloo: answers beside the ranks ----
+
     generators: int = limited(0, at_least=0)
     """grpo, rloo: processes beside the ranks that answer prompts; 0, without a port: the ranks, within the step."""
     max_staleness: int = limited(1, at_least=0)
@@ -434,6 +429,9 @@ class TaskConfig:
     """grpo, rloo: where `hfdist generate` of other machines may join; null: nobody may."""
     generators_host: str | None = None
     """generators: address of rank 0's machine to listen at; null: all with HFDIST_ISLANDS_SECRET, 127.0.0.1 without."""
+
+    # ---- grpo, rloo: answers of several turns ----
+
     environment: str | None = None
     """grpo, rloo: what the model acts in, turn by turn: calculator, code, guess, openenv, reasoning_gym, or of
     installed packages; null: a prompt has one answer.
@@ -446,6 +444,28 @@ class TaskConfig:
     """environment: time for what comes of a turn; an episode that takes longer fails, and does not train."""
     max_turns: int = limited(8, at_least=1)
     """environment: most turns of the model in an episode."""
+
+    # ---- distill: a teacher ----
+
+    teacher: str | None = None
+    """distill: folder of the model that the trained one learns from; it has the same tokens."""
+    divergence_beta: float = limited(0.0, at_least=0, at_most=1)
+    """distill: 0: KL(teacher || student); 1: KL(student || teacher); between: of both from their mix.
+
+    The mix has `divergence_beta` of the teacher (generalized Jensen-Shannon divergence, arXiv 2306.13649).
+    """
+    teacher_top_k: int | None = limited(None, at_least=1)
+    """distill: number of the teacher's likeliest tokens that are kept on disk for each target; null: it computes all.
+
+    They are computed before the first step. Then the teacher is not in memory, and all other tokens count as one.
+    """
+    teacher_sharding: TeacherSharding = TeacherSharding.auto
+    """distill: auto | whole | sharded: whether the ranks that compute losses share the teacher's weights."""
+    on_policy: float = limited(0.0, at_least=0, at_most=1)
+    """distill: share of the steps whose answers the model itself draws; the other steps have those of the rows."""
+
+    # ---- embed ----
+
     scale: float = limited(20.0, above=0)
     """embed: what similarities are multiplied by, which is one over the temperature."""
     pooling: Pooling = Pooling.last

@@ -106,6 +106,7 @@ def _describe_size(task: TaskConfig, packing: Packing, batch: BatchPlan, max_ste
     if task.name.traits.is_reinforcement:
         # How long answers are, nobody knows before.
         answers = f"{task.num_generations:,} answers to each, of at most {task.max_new_tokens:,} tokens"
+        answers += "" if task.trained_prompts is None else f"; {task.trained_prompts:,} of the prompts train"
         return answers, f"{max_steps * batch.global_batch_size:,} prompts"
     # Examples that stay whole leave some of a sequence empty.
     up_to = "" if packing is Packing.concat else "up to "

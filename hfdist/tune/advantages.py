@@ -56,7 +56,9 @@ def compare(
     if loss.scale is Scale.batch:
         # The ranks of a model replica have the same.
         found = dict(gather_json([data_rank, compared[is_one].tolist()]))
-        spread = torch.tensor([value for own in found.values() for value in own], dtype=torch.float64).std()
+        values = torch.tensor([value for own in found.values() for value in own], dtype=torch.float64)
+        # One alone, or none, has no standard deviation.
+        spread = values.std() if len(values) > 1 else torch.zeros(())
     return compared / (spread + _SMALLEST).float()
 
 

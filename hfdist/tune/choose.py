@@ -19,7 +19,7 @@ from hfdist.tune.distill import Distillation
 from hfdist.tune.embed import Embeddings
 from hfdist.tune.kept_teacher import KeptTeacher
 from hfdist.tune.learned_reward import LearnedReward
-from hfdist.tune.moving_reference import MovingReference
+from hfdist.tune.moving_reference import FollowedPreferences
 from hfdist.tune.online_preference import OnlinePreferences
 from hfdist.tune.policy import PolicyGradient
 from hfdist.tune.preference import Preferences
@@ -45,7 +45,7 @@ def make_objective(
     match task.name:
         case TaskName.dpo | TaskName.cpo:
             if task.ref_model_sync_steps is not None:
-                return Preferences(task, MovingReference())
+                return FollowedPreferences(task)
             return Preferences(task, _table(config) if task.name.traits.has_reference else None)
         case TaskName.kto:
             return KahnemanTversky(task, _table(config))

@@ -1,47 +1,72 @@
-"""A reference of pairs that follows the model: its log-probabilities are computed in each step and each evaluation."""
+"""Pairs whose reference follows the model: its log-probabilities are computed in each step and each evaluation."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from functools import partial
 
 import torch
+from transformers import TrainerCallback
 
-from hfdist.strategies.engine import Batch, Forward
+from hfdist.config.task import TaskConfig
+from hfdist.strategies.engine import Batch, Forward, TrainerHooks
+from hfdist.trainer.checkpointing.checkpointer import OuterState
+from hfdist.trainer.step.forwards import evaluating
 from hfdist.trainer.training import Training
 from hfdist.tune.document_table import places
+from hfdist.tune.preference import Preferences
 from hfdist.tune.reference import REFERENCE, log_probabilities_of_answers
-from hfdist.tune.reference_weights import ReferenceWeights
+from hfdist.tune.reference_weights import ReferenceWeights, following
 from hfdist.tune.shared_values import share_values
 
 
-class MovingReference:
-    """What `ReferenceTable` is for a reference that stays."""
+class FollowedPreferences(Preferences):
+    """DPO with a reference that follows the model. An item is a pair."""
 
-    # What `compute` sets.
-    _training: Training
-    weights: ReferenceWeights
+    # What `begin` sets.
+    _weights: ReferenceWeights
 
-    def __init__(self) -> None:
+    def __init__(self, task: TaskConfig) -> None:
+        super().__init__(task, None)
         self._known: dict[int, float] = {}
-        """Log-probabilities by the key of a document, of the last step or evaluation."""
+        """The reference's log-probabilities by the key of a document, of the last step or evaluation."""
 
-    def compute(self, training: Training, parts: Callable[[Batch], list[Batch]]) -> None:
+    def begin(self, training: Training) -> None:
         """Keep the weights that the model is compared with."""
-        self._training, self.weights = training, ReferenceWeights(training.engine)
-
-    def learn(self, batches: Iterable[Batch], forward: Forward) -> None:
-        """Compute the log-probabilities of the documents of batches. A collective."""
-        self._known = {}
-        of_answers = partial(log_probabilities_of_answers, self._training.head)
-        with self.weights.in_place():
-            for batch in batches:
-                values = share_values(self._training, batch, forward, of_answers)
-                self._known |= {key: float(values[row, start]) for row, start, _, key in places(batch)}
+        super().begin(training)
+        self._weights = ReferenceWeights(training.engine)
 
     def prepare(self, batch: Batch) -> Batch:
-        """Add the log-probabilities of a batch's documents, under the key REFERENCE."""
+        """Add the reference's log-probabilities of a batch of this step or evaluation."""
         values = torch.zeros(batch["labels"].shape)
         for row, start, _, key in places(batch):
             values[row, start] = self._known[key]
         return batch | {REFERENCE: values}
+
+    def callbacks(self) -> list[TrainerCallback]:
+        """Give what lets the reference follow the model."""
+        return following(self._task, lambda: self._weights)
+
+    def outer_state(self) -> OuterState | None:
+        """Give the reference."""
+        return self._weights
+
+    def begin_step(self, batches: list[Batch], hooks: TrainerHooks) -> list[Batch]:
+        """Ask the reference; see the base class."""
+        with evaluating(self._training, are_training=True) as forward:
+            self._learn(batches, forward)
+        self._training.model.train()
+        return super().begin_step(batches, hooks)
+
+    def begin_evaluation(self, batches: Iterable[Batch], forward: Forward) -> None:
+        """Ask the reference; see the base class."""
+        self._learn(self._counted(batches), forward)
+
+    def _learn(self, batches: Iterable[Batch], forward: Forward) -> None:
+        """Compute the log-probabilities of the documents of batches. A collective."""
+        self._known = {}
+        of_answers = partial(log_probabilities_of_answers, self._training.head)
+        with self._weights.in_place():
+            for batch in batches:
+                values = share_values(self._training, batch, forward, of_answers)
+                self._known |= {key: float(values[row, start]) for row, start, _, key in places(batch)}

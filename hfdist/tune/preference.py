@@ -6,23 +6,18 @@ loss = mean of f(score of the chosen answer, score of the rejected one) over pai
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 
 import torch
 import torch.distributed as dist
 from torch import nn
-from transformers import TrainerCallback
 
 from hfdist.config.task import TaskConfig
 from hfdist.strategies.engine import Batch, Forward, TrainerHooks
-from hfdist.trainer.checkpointing.checkpointer import OuterState
-from hfdist.trainer.step.forwards import evaluating
 from hfdist.trainer.step.objective import Documents, Objective, reduce_answers
 from hfdist.trainer.training import Training
-from hfdist.tune.moving_reference import MovingReference
 from hfdist.tune.pair_losses import LOSSES
 from hfdist.tune.reference import REFERENCE, ReferenceTable
-from hfdist.tune.reference_weights import following
 
 
 def are_pairs(documents: Documents) -> torch.Tensor:
@@ -40,7 +35,7 @@ class Preferences(Objective):
 
     names: tuple[str, ...] = ("rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies")
 
-    def __init__(self, task: TaskConfig, table: ReferenceTable | MovingReference | None) -> None:
+    def __init__(self, task: TaskConfig, table: ReferenceTable | None) -> None:
         super().__init__()
         self._task, self._table = task, table
         self._kind = LOSSES[task.loss]
@@ -63,40 +58,30 @@ class Preferences(Objective):
         """Add the reference's log-probabilities."""
         return batch if self._table is None else self._table.prepare(batch)
 
-    def callbacks(self) -> list[TrainerCallback]:
-        """Give what lets the reference follow the model."""
-        table = self._table
-        return following(self._task, lambda: table.weights) if isinstance(table, MovingReference) else []
-
-    def outer_state(self) -> OuterState | None:
-        """Give the reference, if it follows the model."""
-        return self._table.weights if isinstance(self._table, MovingReference) else None
-
     def begin_step(self, batches: list[Batch], hooks: TrainerHooks) -> list[Batch]:
-        """Count the tokens of the step's chosen answers; ask the reference, if it follows the model."""
-        self._count_tokens(batches)
-        if isinstance(self._table, MovingReference):
-            with evaluating(self._training, are_training=True) as forward:
-                self._table.learn(batches, forward)
-            self._training.model.train()
-        return super().begin_step(batches, hooks)
+        """Count the tokens of the step's chosen answers."""
+        return super().begin_step([*self._counted(batches)], hooks)
 
     def begin_evaluation(self, batches: Iterable[Batch], forward: Forward) -> None:
-        """Count the tokens of all held-out chosen answers; ask the reference, if it follows the model."""
-        batches = list(batches)
-        self._count_tokens(batches)
-        if isinstance(self._table, MovingReference):
-            self._table.learn(batches, forward)
+        """Count the tokens of all held-out chosen answers."""
+        if self._task.nll_weight:
+            for _ in self._counted(batches):
+                pass
 
-    def _count_tokens(self, batches: Iterable[Batch]) -> None:
-        """Find how many pairs there are for each token: a loss is divided by pairs, and that of tokens by tokens."""
-        if not self._task.nll_weight:
-            return
+    def _counted(self, batches: Iterable[Batch]) -> Iterator[Batch]:
+        """Give the batches as they are; once there are no more, it is known how many pairs there are for each token.
+
+        A loss is divided by pairs, and that of tokens by tokens. A collective. No batch is kept.
+        """
         counts = torch.zeros(2, dtype=torch.float64)
         for batch in batches:
-            documents = Documents.of(batch)
-            is_pair = are_pairs(documents)
-            counts += torch.stack([is_pair.sum(), documents.num_chosen_targets[is_pair].sum()]).to(counts)
+            if self._task.nll_weight:
+                documents = Documents.of(batch)
+                is_pair = are_pairs(documents)
+                counts += torch.stack([is_pair.sum(), documents.num_chosen_targets[is_pair].sum()]).to(counts)
+            yield batch
+        if not self._task.nll_weight:
+            return
         counts = counts.to(self._training.args.device)
         if dist.is_initialized():
             # Ranks of a model replica count the same; that leaves a ratio as it is.

@@ -171,7 +171,9 @@ def test_a_run_goes_on_in_another_layout(single, tmp_path, model, rows):
     assert {path: path.read_bytes() for path in (run / "reference").iterdir()} == before
 
 
-@pytest.mark.parametrize(("first", "second"), [("fsdp2", "pipeline"), many("tensor", "zero3"), many("zero2", "ddp")])
+@pytest.mark.parametrize(
+    ("first", "second"), [many("fsdp2", "pipeline"), many("tensor", "zero3"), many("zero2", "ddp")]
+)
 def test_a_reference_that_follows_the_model_is_in_checkpoints(tmp_path, model, rows, cache_dir, first, second):
     """The second move of the reference is after the checkpoint from which the run goes on in another layout."""
     own = (*DPO, "task.ref_model_sync_steps=1", "task.ref_model_mixup_alpha=0.3", "checkpoint.every=2")

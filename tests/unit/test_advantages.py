@@ -57,6 +57,14 @@ def test_the_reward_of_a_whole_answer_is_one_step():
     assert of_rows.abs().min() > 0.5
 
 
+@pytest.mark.parametrize("steps", [[[(3, 1.0)], []], [[], []]])
+def test_one_reward_in_all_teaches_nothing(steps):
+    """It has no standard deviation, and neither has none."""
+    task = TaskConfig(name=TaskName.grpo, loss=TaskLoss.reinforce_pp, num_generations=2)
+    [batch] = add_advantages([batch_of(ANSWERS[:2], steps)], POLICY_LOSSES[task.loss], task, data_rank=0)
+    assert (batch[ADVANTAGES] == 0).all()
+
+
 def test_several_rewards_add_up_at_the_ends_of_steps():
     assert add_up([0.5, [(2, 1.0), (5, 3.0)]], [2.0, 1.0], 5) == [(2, 1.0), (5, 4.0)]
 

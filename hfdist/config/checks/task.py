@@ -19,8 +19,8 @@ _OF_REFERENCE = ("code", "guess", "reasoning_gym")
 """Environments that read the data's answer."""
 _SMOOTHED = (TaskLoss.robust, TaskLoss.exo_pair)
 _WITHOUT_BOUND = {
-    TaskLoss.cispo: ("clip",),
-    **dict.fromkeys((TaskLoss.sapo, TaskLoss.vespo), ("clip", "clip_high")),
+    TaskLoss.cispo: ("clip", "delta"),
+    **dict.fromkeys((TaskLoss.sapo, TaskLoss.vespo), ("clip", "clip_high", "delta")),
 }
 _OF_PROMPTS = (RowFormat.prompt_completion, RowFormat.prompt)
 _OF_OWN_ANSWERS = ("max_new_tokens", "top_k", "top_p")
@@ -31,6 +31,11 @@ def check_task(config: RunConfig) -> None:
     _check_others(config)
     _check_rows(config)
     task, data = config.task, config.data
+    alpha = TaskConfig().ref_model_mixup_alpha
+    if task.ref_model_sync_steps is None and task.ref_model_mixup_alpha != alpha:
+        error = _misfit(config, "task.ref_model_mixup_alpha", f"{alpha:g}", "the reference stays as it is")
+        error.hint = f"task.ref_model_sync_steps=512, or {error.hint}"
+        raise error
     if data.texts != TextsConfig() and task.name is not TaskName.embed:
         changed = next(f.name for f in dataclasses.fields(TextsConfig) if getattr(data.texts, f.name) != f.default)
         default = json.dumps(getattr(TextsConfig(), changed))
@@ -152,7 +157,7 @@ def _check_pairs(config: RunConfig) -> None:
     task, name = config.task, config.task.name
     if task.label_smoothing and task.loss not in _SMOOTHED:
         error = _misfit(config, "task.label_smoothing", "0", "only robust and exo_pair, losses of dpo, smooth labels")
-        if name is TaskName.dpo:
+        if TaskLoss.robust in name.traits.losses:
             error.hint = f"task.loss=robust, or {error.hint}"
         raise error
     if task.loss is TaskLoss.exo_pair and not task.label_smoothing:
@@ -216,10 +221,14 @@ def _check_reinforcement(config: RunConfig) -> None:
     _check_rewards(config)
     _check_environment(config)
     for key in _WITHOUT_BOUND.get(config.task.loss, ()):
-        if getattr(config.task, key) is not None:
-            raise _misfit(config, f"task.{key}", "null", f"{config.task.loss.value} has no such bound of ratios")
+        allowed = TaskConfig().delta if key == "delta" else None
+        if getattr(config.task, key) != allowed:
+            why = f"{config.task.loss.value} has no such bound of ratios"
+            raise _misfit(config, f"task.{key}", json.dumps(allowed), why)
     if config.task.ref_model_sync_steps is not None and not config.task.beta:
-        raise _misfit(config, "task.ref_model_sync_steps", "null", "without task.beta there is no reference")
+        error = _misfit(config, "task.ref_model_sync_steps", "null", "without task.beta there is no reference")
+        error.hint = f"task.beta=0.1, or {error.hint}"
+        raise error
     trained, read = config.task.trained_prompts, config.train.global_batch_size
     if trained is not None and trained > read:
         raise ConfigError(
@@ -284,6 +293,8 @@ def _check_environment(config: RunConfig) -> None:
                 raise _misfit(config, f"task.{key}", allowed, "without an environment a prompt has one answer")
         if ENVIRONMENT in task.rewards:
             what, hint = "there is no environment that gives this reward", "task.environment=guess, or another one"
+            if "environment" not in task.name.traits.keys:
+                hint = f"task=grpo {hint}"
             raise ConfigError(what, where="task.rewards", found=ENVIRONMENT, hint=hint)
         return
     if task.uses_generators:

@@ -14,7 +14,7 @@ def as_now(leaves: Mapping[str, Any]) -> dict[str, Any]:
     Policies had one loss, which was called sigmoid, and no `task.clip_high`; `task.clip` was 0.2.
     """
     name, loss = leaves.get("task.name"), leaves.get("task.loss")
-    is_policy = isinstance(name, str) and name in TaskName.__members__ and TaskName[name].traits.is_reinforcement
+    is_policy = isinstance(name, str) and name in TaskName.__members__ and "clip" in TaskName[name].traits.keys
     if not is_policy or loss != TaskLoss.sigmoid.value or "task.clip" not in leaves or "task.clip_high" in leaves:
         return dict(leaves)
     clip = leaves["task.clip"]

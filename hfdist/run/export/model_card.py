@@ -139,9 +139,12 @@ def _describe_data(config: RunConfig, reports: Sequence[PoolReport]) -> str:
 
 
 def _describe_losses(lines: Sequence[Mapping[str, object]], task: TaskName, exported: Exported) -> str:
-    title, name, sign = ("Rewards", "reward", -1) if task.traits.is_reinforcement else ("Losses", "loss", 1)
-    loss = exported.held_out_loss
-    measured = "" if loss is None else f", with a held-out {name} of {sign * loss:.4f}"
+    title, name = ("Rewards", "reward") if task.traits.is_reinforcement else ("Losses", "loss")
+    value = exported.held_out_loss
+    if value is not None and task.traits.is_reinforcement:
+        # A reward of 0 is no negative zero.
+        value = 0.0 - value
+    measured = "" if value is None else f", with a held-out {name} of {value:.4f}"
     return f"## {title}\n\n{describe_progress(lines, task)}\n\nThese weights are of step {exported.step:,}{measured}."
 
 
@@ -197,12 +200,16 @@ def describe_task(task: TaskConfig) -> str:
     words = [f"Trained {name.traits.method}."]
     if "beta" in name.traits.keys and not name.traits.is_reinforcement:
         margin = f", margin {task.margin:g}" if task.margin else ""
-        reference = "; the reference is the model that it began as" if name.traits.has_reference else ""
+        stays = task.ref_model_sync_steps is None and name.traits.has_reference
+        reference = "; the reference is the model that it began as" if stays else ""
         words.append(f"Loss `{task.loss.value}`, beta {task.beta:g}{margin}{reference}.")
     if name is TaskName.embed:
         similarity = "cosine" if task.normalize else "product"
         sizes = f" of the first {', '.join(map(str, task.matryoshka))} dimensions" if task.matryoshka else ""
         words.append(f"Loss `{task.loss.value}`{sizes}, similarity {similarity}, pooling {task.pooling.value}.")
+    if task.ref_model_sync_steps is not None:
+        moves = f"every {task.ref_model_sync_steps:,} steps, by the share {task.ref_model_mixup_alpha:g}"
+        words.append(f"The reference moves towards the model {moves} (TR-DPO, arXiv 2404.09656).")
     if task.nll_weight:
         words.append(f"The loss of next tokens of the chosen answers is added with weight {task.nll_weight:g}.")
     if task.label_smoothing:
@@ -222,6 +229,8 @@ def describe_task(task: TaskConfig) -> str:
         words.append(f"Loss `{task.loss.value}`{beta}. Rewards: {rewards}.")
         sampled = f"{task.num_generations} answers to each prompt, of at most {task.max_new_tokens:,} tokens"
         words.append(f"{sampled}, at temperature {task.temperature:g}.")
+        if task.trained_prompts is not None:
+            words.append(f"Of the prompts of a step, {task.trained_prompts:,} train: first those whose rewards differ.")
     return " ".join(words)
 
 

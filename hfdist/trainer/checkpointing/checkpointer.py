@@ -110,7 +110,7 @@ class Checkpointer:
     def __init__(self, training: Training, options: SaveOptions) -> None:
         self._training, self._options = training, options
         self.outer: OuterState | None = None
-        """State that the engine lacks: that of the island that the Trainer is; None: the engine has all."""
+        """State that the engine lacks: of the island that the Trainer is, or of the objective; None: it has all."""
         self._model_files: dict[str, bytes] | None = None
         self._is_prepared = False
         self.saver: Saver | None = None
@@ -334,7 +334,7 @@ class Checkpointer:
             scaler.load_state_dict(state["loss_scaler"])
 
     def pieces(self) -> Iterator[Piece]:
-        """List what is kept of tensors: all of the model, or its adapter alone; and the outer state of islands."""
+        """List what is kept of tensors: all of the model, or its adapter alone; and the outer state."""
         pieces = self._training.engine.pieces()
         return adapter_pieces(self._training.model, pieces if self.outer is None else self.outer.pieces(pieces))
 

@@ -284,6 +284,8 @@ LINES = [
     f"{REWARDED} task.generators_host=127.0.0.1",
     f"{REWARDED} task.generators_port=29700 model.trust_remote_code=true",
     f"{REWARDED} task.ref_model_sync_steps=2 task.beta=0",
+    f"{REWARDED} task.beta=0.1 task.ref_model_mixup_alpha=0.3",
+    f"{REWARDED} task.loss=sapo task.delta=2",
     f"{REWARDED} task.trained_prompts=99",
     f"{PAIRS} task.label_smoothing=0.1",
     f"{PAIRS} task.beta=0",

@@ -79,6 +79,8 @@ REFUSED = {
     "task.top_k": ("task=distill", *TAUGHT, "task.top_k=5"),
     "task.trained_prompts": ("task=grpo", *REWARDED, "train.global_batch_size=8", "task.trained_prompts=9"),
     "task.ref_model_sync_steps": ("task=grpo", *REWARDED, "task.ref_model_sync_steps=2"),
+    "task.ref_model_mixup_alpha": ("task=dpo", "task.ref_model_mixup_alpha=0.3"),
+    "task.delta": ("task=grpo", *REWARDED, "task.loss=sapo", "task.delta=2"),
     "task.clip_high": ("task=grpo", *REWARDED, "task.loss=vespo", "task.clip_high=0.3"),
     "task.max_staleness": ("task=online_dpo", *REWARDED, "task.max_staleness=2"),
     "task.max_new_tokens": ("task=distill", *TAUGHT, "task.max_new_tokens=5"),
@@ -169,6 +171,8 @@ def test_a_plan_of_other_steps_is_refused():
 
 
 def test_the_key_of_the_loss_names_the_losses_of_each_task():
-    told = {task.value: " | ".join(one.value for one in traits.losses) for task, traits in TRAITS.items()}
-    listed = "; ".join(f"{task}: {losses}" for task, losses in told.items() if losses)
+    told = {}
+    for task, traits in TRAITS.items():
+        told.setdefault(" | ".join(one.value for one in traits.losses), []).append(task.value)
+    listed = "; ".join(f"{', '.join(tasks)}: {losses}" for losses, tasks in told.items() if losses)
     assert find_key("task.loss").words == f"{listed}."

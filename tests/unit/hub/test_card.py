@@ -49,6 +49,16 @@ def test_what_it_says(card, tmp_path):
     assert (tmp_path / "run" / "model" / "loss.png").read_bytes() == b"a picture"
 
 
+def test_a_reference_that_follows_and_a_reward_of_nothing_are_said(card):
+    follows = ("model.name=some/base", "data=some.jsonl", "task.beta=0.3", "task.ref_model_sync_steps=64")
+    text, _ = card(*follows, primary="tune")
+    assert "beta 0.3. The reference moves towards the model every 64 steps, by the share 0.6" in text.text
+    own = ("task=grpo", "task.rewards={arithmetic: 1.0}", "task.trained_prompts=2")
+    text, _ = card(*follows[:2], *own, primary="tune", lines=[], loss=0.0)
+    assert "with a held-out reward of 0.0000" in text.text
+    assert "2 train" in text.text
+
+
 def test_a_preference_run_says_its_loss_and_accuracy(card):
     lines = [{"step": 1, "loss": 0.7, "rewards/accuracies": 0.5, "rewards/margins": 0.25},
              {"step": 9, "eval_loss": 0.5, "eval_rewards/accuracies": 0.75, "eval_rewards/margins": 0.5}]  # fmt: skip
