@@ -149,11 +149,8 @@ def _data(end: Ending) -> str:
     more = len(end.pools) - _SHOWN_POOLS
     parts = [*shown, *([f"{more} more"] if more > 0 else []), *([end.left_out] if end.left_out else [])]
     if task.name.traits.is_reinforcement:
-        cut = (
-            ""
-            if not end.cut_off
-            else f", {share(end.cut_off)} of those of the last step cut off at task.max_new_tokens"
-        )
+        limits = "task.max_new_tokens" if task.environment is None else "task.max_turns or task.max_new_tokens"
+        cut = f", {share(end.cut_off)} of those of the last step cut off at {limits}" if end.cut_off else ""
         parts.append(f"{task.num_generations} answers to each{cut}")
     return "; ".join(parts)
 

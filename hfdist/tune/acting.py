@@ -18,6 +18,7 @@ from hfdist.environments.crew import Crew
 from hfdist.environments.environment import Row
 from hfdist.environments.player import Reply
 from hfdist.environments.registry import load_environment, offered_tools
+from hfdist.kept_generators import keeping_generators
 from hfdist.strategies.engine import Batch, Forward
 from hfdist.trainer.generation.continuation import continue_rows
 from hfdist.trainer.generation.limits import GenerationLimits
@@ -98,7 +99,8 @@ class Acting:
             for example, name in zip(examples, names, strict=True)
         ]
         episodes = Episodes(self._setting, [example.prompt for example in examples], rows)
-        episodes.play(lambda asked: self._draw(asked, seeds, forward, rows_at_once))
+        with keeping_generators():
+            episodes.play(lambda asked: self._draw(asked, seeds, forward, rows_at_once))
         read = [replace(one, prompt=prompt) for one, prompt in zip(examples, episodes.prompts, strict=True)]
         return read, episodes.answers
 

@@ -157,7 +157,9 @@ class Rollouts:
         batch = make_rows(prompts, answers, fill_id=self._fill_id)
         if self._task.mask_truncated or self._acting is not None:
             must_end = self._task.mask_truncated
-            batch[TRAINS] = torch.tensor([one.fault is None and (one.has_ended or not must_end) for one in answers])
+            trains = [one.fault is None and (one.has_ended or not must_end) for one in answers]
+            # A lane that has ended has no answer that could fail.
+            batch[TRAINS] = torch.tensor([own or not prompt for own, prompt in zip(trains, prompts, strict=True)])
         if self.generators is not None:
             batch[OLD_LOG_PROBABILITIES] = at_targets(batch["labels"], [one.log_probabilities or [] for one in answers])
         return batch
