@@ -15,7 +15,7 @@ from hfdist.environments.guess import Guess
 from hfdist.environments.openenv import OpenEnv
 from hfdist.environments.reasoning_gym import ReasoningGym
 from hfdist.environments.tools import Schema, describe_tools
-from hfdist.errors import ConfigError
+from hfdist.errors import ConfigError, first_line
 from hfdist.plugins import load_plugin
 from hfdist.rewards.code import code
 from hfdist.rewards.generation import Generation
@@ -72,5 +72,14 @@ def load_environment(task: TaskConfig) -> Factory:
 
 
 def offered_tools(task: TaskConfig) -> list[Schema]:
-    """Give the JSON schemas of the tools of `task.environment`; ConfigError: see the two functions that this calls."""
-    return describe_tools(load_environment(task)().tools(), where=_WHERE, found=str(task.environment))
+    """Give the JSON schemas of the tools of `task.environment`.
+
+    ConfigError: it gives no tools, and see the two functions that this calls.
+    """
+    environment = load_environment(task)()
+    try:
+        tools = list(environment.tools())
+    except Exception as error:  # whatever a package raises
+        what = f"the environment gives no list of tools: {type(error).__name__}: {first_line(error)}"
+        raise ConfigError(what, where=_WHERE, found=task.environment, allowed="a list of functions, or ()") from error
+    return describe_tools(tools, where=_WHERE, found=str(task.environment))

@@ -193,7 +193,23 @@ def test_episodes_of_a_server_do_not_mix(server):
     assert found == {number: json.dumps({"total": 3 * number}) for number in (1, 2, 3)}
 
 
-NO_ENVIRONMENT = "class Room:\n    pass\n\n\nclass Broken:\n    def __init__(self):\n        raise OSError('no door')\n"
+NO_ENVIRONMENT = """
+from hfdist.environments import Environment
+
+
+class Room:
+    pass
+
+
+class Broken:
+    def __init__(self):
+        raise OSError('no door')
+
+
+class Bare(Environment):
+    def tools(self):
+        return None
+"""
 
 
 @pytest.mark.parametrize(
@@ -207,6 +223,13 @@ def test_what_is_no_environment_is_refused(tmp_path, monkeypatch, name, why):
     assert caught.value.where == "task.environment"
     if name == "gues":
         assert caught.value.hint == "task.environment=guess"
+
+
+def test_an_environment_that_gives_no_list_of_tools_is_refused(tmp_path, monkeypatch):
+    install_package(tmp_path, monkeypatch, "bare_rooms", NO_ENVIRONMENT, GROUP, bare="Bare")
+    with pytest.raises(ConfigError, match="no list of tools: TypeError") as caught:
+        offered_tools(TaskConfig(environment="bare"))
+    assert caught.value.where == "task.environment"
 
 
 def test_a_package_that_is_missing_is_named(monkeypatch):
