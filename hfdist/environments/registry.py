@@ -71,6 +71,22 @@ def load_environment(task: TaskConfig) -> Factory:
     return factory
 
 
+def check_environment(task: TaskConfig) -> None:
+    """Check `task.environment`, and its server where it has one; ConfigError: see `load_environment`, or no answer."""
+    load_environment(task)
+    if task.environment == "openenv":
+        assert task.environment_url is not None  # checked with the config
+        try:
+            OpenEnv(task.environment_url, task.environment_seconds).knock()
+        except Exception as error:  # of sockets, TLS and HTTP
+            what = f"the server of the environment does not answer: {type(error).__name__}: {first_line(error)}"
+            allowed = "the address of a server of OpenEnv that runs"
+            raise ConfigError(
+                what, where="task.environment_url", found=task.environment_url, allowed=allowed,
+                hint="start the server first; its address ends in /ws",
+            ) from error  # fmt: skip
+
+
 def offered_tools(task: TaskConfig) -> list[Schema]:
     """Give the JSON schemas of the tools of `task.environment`.
 

@@ -149,7 +149,7 @@ class Rollouts:
             first = rows.stop
         if not self._topology.is_first_of_replica:
             return built, {}
-        cut_off = [float(not one.has_ended) for one in answered]
+        cut_off = [float(not one.has_ended and one.fault is None) for one in answered]
         figures = scores | self._figures(answered) | {"cut_off": cut_off} | self._figures_of_groups(built, live)
         return built, figures
 

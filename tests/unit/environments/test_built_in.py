@@ -14,7 +14,7 @@ from hfdist.environments import Row, Step
 from hfdist.environments.crew import Crew
 from hfdist.environments.player import Player
 from hfdist.environments.reasoning_gym import _scorer
-from hfdist.environments.registry import GROUP, load_environment, offered_tools
+from hfdist.environments.registry import GROUP, check_environment, load_environment, offered_tools
 from hfdist.errors import ConfigError
 from hfdist.messages.message import NotAMessageError
 from tests.packages import install_package
@@ -172,6 +172,13 @@ def test_what_a_server_does_wrong_costs_the_episode(server, text, error):
     with pytest.raises(error):
         environment.step(text)
     environment.close()
+
+
+def test_a_server_is_tried_before_a_run(server):
+    check_environment(TaskConfig(environment="openenv", environment_url=server))
+    with pytest.raises(ConfigError, match="does not answer: ConnectionRefusedError") as caught:
+        check_environment(TaskConfig(environment="openenv", environment_url="ws://127.0.0.1:9/ws"))
+    assert caught.value.where == "task.environment_url"
 
 
 def test_episodes_of_a_server_do_not_mix(server):
