@@ -196,8 +196,8 @@ class Episodes:
         if self.answers[place].num_turns == 0:
             prompt, tokens = turns.first(prompt, reply.said)
             if len(tokens) >= (most := self._setting.task.max_new_tokens):
-                what = f"the first observation has {len(tokens):,} tokens, and task.max_new_tokens={most} leaves no turn"
-                raise FaultError(what)
+                found = f"the first observation has {len(tokens):,} tokens"
+                raise FaultError(f"{found}, and task.max_new_tokens={most} leaves no turn")
             return prompt, tokens
         return prompt, turns.after(reply.said, is_chat=turns.is_chat(prompt))
 

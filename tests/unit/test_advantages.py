@@ -42,7 +42,8 @@ def test_an_episode_that_failed_before_its_first_token_counts_0_in_its_group(los
     task = TaskConfig(name=TaskName.grpo, loss=loss, num_generations=3, scale_rewards=False)
     batch = make_rows([PROMPT] * 6, [Answer.of(one) for one in ([1], [2], [], [], [], [])], fill_id=FILL)
     # The second prompt is that of a lane that has ended.
-    batch |= {REWARDS: torch.tensor([[3.0], [6.0], *[[0.0]] * 4]), TRAINS: torch.tensor([True, True, False, *[True] * 3])}
+    trains = torch.tensor([True, True, False, True, True, True])
+    batch |= {REWARDS: torch.tensor([[3.0], [6.0], *[[0.0]] * 4]), TRAINS: trains}
     [found] = add_advantages([batch], POLICY_LOSSES[loss], task, data_rank=0)
     wanted = [0.0, 3.0, -3.0] if loss is TaskLoss.grpo else [0.0, 4.5, -4.5]
     assert found[ADVANTAGES].tolist() == pytest.approx([*wanted, 0.0, 0.0, 0.0])
