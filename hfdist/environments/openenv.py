@@ -33,13 +33,21 @@ class OpenEnv(Environment):
         self._connection = ExitStack()
         self._socket: Any = None
 
-    def reset(self, row: Row) -> str | None:
-        """Connect and begin; give the first observation."""
+    def knock(self) -> None:
+        """Connect, and leave: whatever a server that cannot be reached raises comes out."""
+        self._connect()
+        self.close()
+
+    def _connect(self) -> None:
         # Here: it is an extra. Proxies of the environment are not used: the config alone says who is spoken to.
         from websockets.sync.client import connect
 
         connection = connect(self._url, proxy=None, open_timeout=self._seconds, close_timeout=1, max_size=MOST_BYTES)
         self._socket = self._connection.enter_context(connection)
+
+    def reset(self, row: Row) -> str | None:
+        """Connect and begin; give the first observation."""
+        self._connect()
         return self._ask("reset", {"seed": row.seed % _MOST_SEED}).observation
 
     def step(self, text: str) -> Step:

@@ -15,7 +15,7 @@ from hfdist.environments.guess import Guess
 from hfdist.environments.openenv import OpenEnv
 from hfdist.environments.reasoning_gym import ReasoningGym
 from hfdist.environments.tools import Schema, describe_tools
-from hfdist.errors import ConfigError
+from hfdist.errors import ConfigError, first_line
 from hfdist.plugins import load_plugin
 from hfdist.rewards.code import code
 from hfdist.rewards.generation import Generation
@@ -71,6 +71,31 @@ def load_environment(task: TaskConfig) -> Factory:
     return factory
 
 
+def check_environment(task: TaskConfig) -> None:
+    """Check `task.environment`, and its server where it has one; ConfigError: see `load_environment`, or no answer."""
+    load_environment(task)
+    if task.environment == "openenv":
+        assert task.environment_url is not None  # checked with the config
+        try:
+            OpenEnv(task.environment_url, task.environment_seconds).knock()
+        except Exception as error:  # of sockets, TLS and HTTP
+            what = f"the server of the environment does not answer: {type(error).__name__}: {first_line(error)}"
+            allowed = "the address of a server of OpenEnv that runs"
+            raise ConfigError(
+                what, where="task.environment_url", found=task.environment_url, allowed=allowed,
+                hint="start the server first; its address ends in /ws",
+            ) from error  # fmt: skip
+
+
 def offered_tools(task: TaskConfig) -> list[Schema]:
-    """Give the JSON schemas of the tools of `task.environment`; ConfigError: see the two functions that this calls."""
-    return describe_tools(load_environment(task)().tools(), where=_WHERE, found=str(task.environment))
+    """Give the JSON schemas of the tools of `task.environment`.
+
+    ConfigError: it gives no tools, and see the two functions that this calls.
+    """
+    environment = load_environment(task)()
+    try:
+        tools = list(environment.tools())
+    except Exception as error:  # whatever a package raises
+        what = f"the environment gives no list of tools: {type(error).__name__}: {first_line(error)}"
+        raise ConfigError(what, where=_WHERE, found=task.environment, allowed="a list of functions, or ()") from error
+    return describe_tools(tools, where=_WHERE, found=str(task.environment))

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import inspect
 import json
-import re
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from hfdist.environments.environment import ToolError
 from hfdist.errors import ConfigError, first_line
 
-_CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
+_BEGIN, _END = "<tool_call>", "</tool_call>"
 MOST_CALLS = 16
 """The most calls of a turn that are done."""
 _TYPES: Mapping[str, tuple[type, ...]] = {
@@ -63,7 +62,9 @@ def describe_tools(tools: Sequence[Tool], *, where: str, found: str) -> list[Sch
 
 def find_calls(text: str) -> list[Call]:
     """Find the calls in a text of the plain form, in their order."""
-    return [_read(written) for written in _CALL.findall(text)]
+    # Split, as a pattern would look for the end again from each beginning that a model repeats.
+    parts = [part.partition(_BEGIN) for part in text.split(_END)[:-1]]
+    return [_read(written) for _, begin, written in parts if begin]
 
 
 def _read(written: str) -> Call:

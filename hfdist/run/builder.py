@@ -32,6 +32,7 @@ from hfdist.run.training_arguments import build_arguments, check_further_argumen
 from hfdist.strategies.select import device_type_here, select_strategy
 from hfdist.trainer.checkpointing.start import check_resume, find_start
 from hfdist.trainer.trainer import Trainer
+from hfdist.tune.acting import check_turns
 from hfdist.tune.choose import make_objective
 from hfdist.tune.fit_model import fit_model
 from hfdist.tune.teacher import check_teacher
@@ -88,13 +89,15 @@ class Run(RunState):
 
         Raises:
             ConfigError, DataError: sources that are missing, unreadable or too small; a tokenizer larger than the
-                model's vocabulary; a teacher with another one.
+                model's vocabulary; a teacher with another one; a chat template that cannot write episodes.
         """
         self.data = build_data(self._here, self.topology)
         fit_vocabulary(self.architecture, self.data.tokenizer, self._here.model)
         if (task := self.config.task).teacher is not None:
             length = self.config.data.sequence_length
             check_teacher(task, self.data.tokenizer, self.architecture, sequence_length=length)
+        if task.environment is not None:
+            check_turns(self._here, self.data.tokenizer, self.data.corpus, self.architecture)
 
     @reporting("opening the run's folder")
     def open_folder(self) -> None:

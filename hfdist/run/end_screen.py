@@ -70,6 +70,8 @@ class Ending:
     """Whether answers to one prompt have always had the same reward."""
     cut_off: float | None = None
     """Share of the last answers that were cut at `task.max_new_tokens`."""
+    failed_episodes: float | None = None
+    """Share of the last episodes whose environment has failed."""
     pools: Sequence[PoolReport] = ()
     num_documents: int | None = None
     """Documents that were trained on."""
@@ -149,12 +151,10 @@ def _data(end: Ending) -> str:
     more = len(end.pools) - _SHOWN_POOLS
     parts = [*shown, *([f"{more} more"] if more > 0 else []), *([end.left_out] if end.left_out else [])]
     if task.name.traits.is_reinforcement:
-        cut = (
-            ""
-            if not end.cut_off
-            else f", {share(end.cut_off)} of those of the last step cut off at task.max_new_tokens"
-        )
-        parts.append(f"{task.num_generations} answers to each{cut}")
+        limits = "task.max_new_tokens" if task.environment is None else "task.max_turns or task.max_new_tokens"
+        cut = f", {share(end.cut_off)} of those of the last step cut off at {limits}" if end.cut_off else ""
+        failed = f", {share(end.failed_episodes)} failed by the environment" if end.failed_episodes else ""
+        parts.append(f"{task.num_generations} answers to each{cut}{failed}")
     return "; ".join(parts)
 
 

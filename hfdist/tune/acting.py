@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 
 import torch
-from transformers import PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedConfig, PreTrainedTokenizerBase
 
 from hfdist.config.data import ChatConfig
+from hfdist.config.model import Init
 from hfdist.config.run import RunConfig
+from hfdist.data.documents.corpus import Corpus
 from hfdist.data.documents.examples import Example
 from hfdist.data.documents.first_examples import are_chats
 from hfdist.environments.crew import Crew
 from hfdist.environments.environment import Row
 from hfdist.environments.player import Reply
 from hfdist.environments.registry import load_environment, offered_tools
+from hfdist.environments.tools import Schema
+from hfdist.kept_generators import keeping_generators
 from hfdist.strategies.engine import Batch, Forward
 from hfdist.trainer.generation.continuation import continue_rows
-from hfdist.trainer.generation.limits import GenerationLimits
+from hfdist.trainer.generation.limits import GenerationLimits, find_end_ids
 from hfdist.trainer.generation.sampling import Sampling, make_score
 from hfdist.trainer.generation.score import BUDGETS, Score, likeliest
 from hfdist.trainer.training import Training
@@ -28,6 +33,33 @@ from hfdist.tune.answer import Answer
 from hfdist.tune.episodes import MOST_AT_ONCE, Asked, Episodes, Setting
 from hfdist.tune.turn_tokens import TurnTokens
 from hfdist.watch.diagnosis import ACTING
+
+
+def make_turns(
+    config: RunConfig,
+    schemas: list[Schema],
+    tokenizer: PreTrainedTokenizerBase,
+    corpus: Corpus | None,
+    end_ids: Collection[int],
+) -> TurnTokens:
+    """Make the tokens of turns; ConfigError: the chat template of the data cannot write several of them."""
+    chat: ChatConfig = replace(config.data.chat, tools=schemas)
+    return TurnTokens(tokenizer, chat, end_ids, are_chats=corpus is not None and bool(are_chats(corpus)))
+
+
+def check_turns(
+    config: RunConfig, tokenizer: PreTrainedTokenizerBase, corpus: Corpus, architecture: PreTrainedConfig
+) -> None:
+    """Check `task.environment` with the chat template of the data, before the model is built.
+
+    ConfigError: see `make_turns`.
+    """
+    generation = GenerationConfig.from_model_config(architecture)
+    if config.model.init is Init.pretrained and config.model.name is not None:
+        # A model without such a file ends its turns as its config says.
+        with suppress(OSError):
+            generation = GenerationConfig.from_pretrained(config.model.name, local_files_only=True)
+    make_turns(config, offered_tools(config.task), tokenizer, corpus, find_end_ids(generation, tokenizer))
 
 
 class Acting:
@@ -50,9 +82,8 @@ class Acting:
         """Take the model; ConfigError: the chat template of the data cannot write several turns."""
         self._limits, self._uses_cache = limits, uses_cache
         schemas = offered_tools(self._task)
-        chat: ChatConfig = replace(self._config.data.chat, tools=schemas)
-        holds_chats = training.stream is not None and bool(are_chats(training.stream.corpus))
-        turns = TurnTokens(self._tokenizer, chat, limits.end_ids, are_chats=holds_chats)
+        corpus = None if training.stream is None else training.stream.corpus
+        turns = make_turns(self._config, schemas, self._tokenizer, corpus, limits.end_ids)
         self._setting = Setting(
             task=self._task,
             tokenizer=self._tokenizer,
@@ -98,7 +129,8 @@ class Acting:
             for example, name in zip(examples, names, strict=True)
         ]
         episodes = Episodes(self._setting, [example.prompt for example in examples], rows)
-        episodes.play(lambda asked: self._draw(asked, seeds, forward, rows_at_once))
+        with keeping_generators():
+            episodes.play(lambda asked: self._draw(asked, seeds, forward, rows_at_once))
         read = [replace(one, prompt=prompt) for one, prompt in zip(examples, episodes.prompts, strict=True)]
         return read, episodes.answers
 

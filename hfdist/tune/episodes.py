@@ -167,7 +167,7 @@ class Episodes:
         if isinstance(reply, Reply):
             try:
                 prompt, tokens = self._tokens_of(place, reply)
-            except RefusedError as error:
+            except (FaultError, RefusedError) as error:
                 reply = error
             else:
                 answer, task = self.answers[place], self._setting.task
@@ -194,7 +194,11 @@ class Episodes:
         if reply.done or not reply.said:
             return prompt, []
         if self.answers[place].num_turns == 0:
-            return turns.first(prompt, reply.said)
+            prompt, tokens = turns.first(prompt, reply.said)
+            if len(tokens) >= (most := self._setting.task.max_new_tokens):
+                found = f"the first observation has {len(tokens):,} tokens"
+                raise FaultError(f"{found}, and task.max_new_tokens={most} leaves no turn")
+            return prompt, tokens
         return prompt, turns.after(reply.said, is_chat=turns.is_chat(prompt))
 
     # ---- on all ranks ----

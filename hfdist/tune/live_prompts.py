@@ -18,7 +18,7 @@ from hfdist.collectives import gather_json
 from hfdist.config.batch import IGNORED
 from hfdist.strategies.engine import Batch
 from hfdist.topology import Topology
-from hfdist.tune.rollout_rows import REWARDS, STEP_ENDS
+from hfdist.tune.rollout_rows import REWARDS, STEP_ENDS, TRAINS, are_answered
 from hfdist.tune.step_rewards import differ
 
 _LEAST_TOKENS = 2
@@ -60,7 +60,7 @@ def keep_live(batches: Sequence[Batch], num_trained: int, num_answers: int, topo
 
 def _are_answered(batch: Batch, num_answers: int) -> torch.Tensor:
     """Whether there was a prompt; shape [prompts]."""
-    return (batch["labels"] != IGNORED).any(1).view(-1, num_answers).any(1)
+    return are_answered(batch).view(-1, num_answers).any(1)
 
 
 def _select(batch: Batch, stays: torch.Tensor, num_answers: int) -> Batch:
@@ -71,4 +71,5 @@ def _select(batch: Batch, stays: torch.Tensor, num_answers: int) -> Batch:
     of_tokens = [name for name, values in few.items() if values.ndim > 1 and name not in (REWARDS, STEP_ENDS)]
     few |= {name: few[name][:, :_LEAST_TOKENS] for name in of_tokens}
     few |= {name: torch.full_like(few[name], -1) for name in (STEP_ENDS,) if name in few}
+    few |= {name: torch.ones_like(few[name]) for name in (TRAINS,) if name in few}
     return few | {"labels": torch.full_like(few["labels"], IGNORED)}

@@ -33,7 +33,7 @@ from hfdist.tune.own_answers import OwnAnswers
 from hfdist.tune.policy_loss import POLICY_LOSSES, Mean, Ratios, of_answers, of_answers_by_token
 from hfdist.tune.reference_weights import ReferenceWeights
 from hfdist.tune.rollout import Rollouts
-from hfdist.tune.rollout_rows import ADVANTAGES, OLD_LOG_PROBABILITIES, REWARDS, STEP_ENDS, TRAINS
+from hfdist.tune.rollout_rows import ADVANTAGES, OLD_LOG_PROBABILITIES, REWARDS, STEP_ENDS, TRAINS, are_answered
 from hfdist.tune.shared_values import share_values
 
 REFERENCE_LOG_PROBABILITIES = "reference_log_probabilities"
@@ -67,7 +67,7 @@ class PolicyGradient(OwnAnswers):
         """Count the tokens that train, or the answers, with those that do not train."""
         if self._loss.mean is Mean.tokens:
             return _trained(batch).sum()
-        return (batch["labels"] != IGNORED).any(1).sum()
+        return are_answered(batch).sum()
 
     def begin_step(self, batches: list[Batch], hooks: TrainerHooks) -> list[Batch]:
         """Have the prompts of a step answered; give the answers that train, with their advantages."""

@@ -149,7 +149,7 @@ class Rollouts:
             first = rows.stop
         if not self._topology.is_first_of_replica:
             return built, {}
-        cut_off = [float(not one.has_ended) for one in answered]
+        cut_off = [float(not one.has_ended and one.fault is None) for one in answered]
         figures = scores | self._figures(answered) | {"cut_off": cut_off} | self._figures_of_groups(built, live)
         return built, figures
 
@@ -157,7 +157,9 @@ class Rollouts:
         batch = make_rows(prompts, answers, fill_id=self._fill_id)
         if self._task.mask_truncated or self._acting is not None:
             must_end = self._task.mask_truncated
-            batch[TRAINS] = torch.tensor([one.fault is None and (one.has_ended or not must_end) for one in answers])
+            trains = [one.fault is None and (one.has_ended or not must_end) for one in answers]
+            # A lane that has ended has no answer that could fail.
+            batch[TRAINS] = torch.tensor([own or not prompt for own, prompt in zip(trains, prompts, strict=True)])
         if self.generators is not None:
             batch[OLD_LOG_PROBABILITIES] = at_targets(batch["labels"], [one.log_probabilities or [] for one in answers])
         return batch

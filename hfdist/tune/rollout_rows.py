@@ -19,7 +19,7 @@ STEP_ENDS = "step_ends"
 ADVANTAGES = "advantages"
 """Key in a batch: the advantage of each answer, or of each token; shape [rows] or [rows, tokens]."""
 TRAINS = "trains"
-"""Key in a batch, if some answers do not train: whether an answer trains; shape [rows]."""
+"""Key in a batch, if some answers do not train: whether a row does; true of rows without an answer; shape [rows]."""
 OLD_LOG_PROBABILITIES = "old_log_probabilities"
 """Key in a batch of generators' answers: log-probabilities of the tokens when they were drawn; shape [rows, tokens]."""
 
@@ -27,6 +27,12 @@ OLD_LOG_PROBABILITIES = "old_log_probabilities"
 def fill_id(tokenizer: PreTrainedTokenizerBase) -> int:
     """Give the token that fills up rows."""
     return int(tokenizer.eos_token_id if tokenizer.pad_token_id is None else tokenizer.pad_token_id)
+
+
+def are_answered(batch: Batch) -> torch.Tensor:
+    """Whether a row is an answer, also one that failed before its first token; shape [rows]."""
+    is_one = (batch["labels"] != IGNORED).any(1)
+    return is_one | ~batch[TRAINS] if TRAINS in batch else is_one
 
 
 def read_examples(batch: Batch, room: int | None) -> list[Example]:

@@ -10,7 +10,7 @@ import torch
 from hfdist.config.batch import IGNORED
 from hfdist.rewards.registry import Steps
 from hfdist.strategies.engine import Batch
-from hfdist.tune.rollout_rows import REWARDS, STEP_ENDS
+from hfdist.tune.rollout_rows import REWARDS, STEP_ENDS, are_answered
 
 
 def add_up(scores: Sequence[float | Steps], weights: Sequence[float], num_characters: int) -> Steps:
@@ -65,7 +65,7 @@ def token_of(end: int, answer: Sequence[int], decode: Callable[[Sequence[int]], 
 
 def are_given(batch: Batch) -> torch.Tensor:
     """Whether there is a reward; shape of REWARDS."""
-    return batch[STEP_ENDS] >= 0 if STEP_ENDS in batch else (batch["labels"] != IGNORED).any(1, keepdim=True)
+    return batch[STEP_ENDS] >= 0 if STEP_ENDS in batch else are_answered(batch)[:, None]
 
 
 def differ(batch: Batch, num_answers: int) -> torch.Tensor:

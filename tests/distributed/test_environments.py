@@ -6,13 +6,14 @@ from hfdist.environments.registry import GROUP
 from hfdist.records import RunFolder, read_lines
 from tests.distributed import trl_runs
 from tests.distributed.policy_runs import COMMON
-from tests.distributed.preference_runs import STEPS, tune
+from tests.distributed.preference_runs import tune
 from tests.distributed.runs import eval_losses, weights
 from tests.marks import many
 from tests.packages import install_package
 
 pytestmark = pytest.mark.distributed
 
+STEPS = 3
 SOURCE = '''
 import os
 
@@ -22,8 +23,13 @@ from hfdist.environments.guess import Guess
 class Moody(Guess):
     """The guessing game, which fails for some numbers, and gives no number twice as much."""
 
+    def reset(self, row):
+        super().reset(row)
+        if self._number == 7:
+            raise ValueError("no room")
+
     def step(self, text):
-        if self._number == 4:
+        if self._number in (1, 4):
             raise ValueError("not today")
         observation, reward, done = super().step(text)
         return ("3 + 4" if observation == "higher" else observation), reward + 0.125, done
@@ -48,7 +54,7 @@ def run(tmp_path_factory, policy, sums, cache_dir):
             name = layout.partition(" ")[0]
             return tune(
                 folder / name, policy, sums, num_ranks, *own, *limits, rewards, *f"strategy={layout}".split(),
-                "report.log_every=1",
+                "report.log_every=1", f"train.max_steps={STEPS}", f"train.eval_every={STEPS}",
             )  # fmt: skip
 
         yield in_layout

@@ -10,7 +10,15 @@ from hfdist.tune.advantages import add_advantages
 from hfdist.tune.answer import Answer
 from hfdist.tune.live_prompts import keep_live
 from hfdist.tune.policy_loss import POLICY_LOSSES
-from hfdist.tune.rollout_rows import ADVANTAGES, OLD_LOG_PROBABILITIES, REWARDS, STEP_ENDS, make_rows
+from hfdist.tune.rollout_rows import (
+    ADVANTAGES,
+    OLD_LOG_PROBABILITIES,
+    REWARDS,
+    STEP_ENDS,
+    TRAINS,
+    are_answered,
+    make_rows,
+)
 from hfdist.tune.step_rewards import add_up, differ, of_answers, of_steps, token_of
 
 PROMPT, FILL = [50, 51], 99
@@ -27,6 +35,21 @@ def decode(ids):
 def batch_of(answers, steps):
     batch = make_rows([PROMPT] * len(answers), [Answer.of(one) for one in answers], fill_id=FILL)
     return batch | of_steps(batch, steps, decode, num_columns=2)
+
+
+@pytest.mark.parametrize("loss", [TaskLoss.grpo, TaskLoss.rloo])
+def test_an_episode_that_failed_before_its_first_token_counts_0_in_its_group(loss):
+    task = TaskConfig(name=TaskName.grpo, loss=loss, num_generations=3, scale_rewards=False)
+    batch = make_rows([PROMPT] * 6, [Answer.of(one) for one in ([1], [2], [], [], [], [])], fill_id=FILL)
+    # The second prompt is that of a lane that has ended.
+    trains = torch.tensor([True, True, False, True, True, True])
+    batch |= {REWARDS: torch.tensor([[3.0], [6.0], *[[0.0]] * 4]), TRAINS: trains}
+    [found] = add_advantages([batch], POLICY_LOSSES[loss], task, data_rank=0)
+    wanted = [0.0, 3.0, -3.0] if loss is TaskLoss.grpo else [0.0, 4.5, -4.5]
+    assert found[ADVANTAGES].tolist() == pytest.approx([*wanted, 0.0, 0.0, 0.0])
+    assert are_answered(batch).tolist() == [True] * 3 + [False] * 3
+    [kept] = keep_live([batch | {REWARDS: torch.zeros(6, 1)}], 0, 3, Topology())
+    assert not are_answered(kept).any(), "a prompt that does not train is in no mean"
 
 
 @pytest.mark.parametrize("scales", [True, False])

@@ -121,6 +121,10 @@ def test_answers_are_counted_by_their_prompts():
     prompts = "stdlib: 320 of 1,800 prompts"
     assert f"{prompts}; 8 answers to each, 50 % of those of the last step cut off at task.max_new_tokens\n" in said
     assert "head runs/first/rollouts.jsonl " in said
+    acting = tuned("grpo")
+    acting.config.task.environment = "guess"
+    assert "cut off at task.max_turns or task.max_new_tokens\n" in describe_end(replace(acting, cut_off=0.5))
+    assert "8 answers to each, 25 % failed by the environment\n" in describe_end(replace(acting, failed_episodes=0.25))
     said = describe_end(replace(tuned("grpo"), loss=None, rewards=(0.0, 0.0), learns_nothing=True))
     assert "(0.0000 in the first), nothing learned: all answers to a prompt always had the same reward\n" in said
     both = {"arithmetic": 0.2, "length": 0.1}

@@ -2,6 +2,7 @@
 
 import itertools
 import logging
+import random
 import threading
 from contextlib import nullcontext
 from types import SimpleNamespace
@@ -22,7 +23,10 @@ from tests.distributed.policy_runs import write_model
 from tests.packages import install_package
 
 SOURCE = '''
+import random
 import threading
+
+import torch
 
 from hfdist.environments import Environment, Step, ToolError
 
@@ -37,7 +41,10 @@ class Steps(Environment):
         self.kind, self.turn, self.row = row.columns["kind"], 0, row
         if self.kind == "reset raises":
             raise KeyError("no such room")
-        return "1 2" if self.kind == "first" else None
+        if self.kind == "draws":
+            random.seed(1)
+            torch.manual_seed(1)
+        return {"first": "1 2", "long": "1 " * 60}.get(self.kind)
 
     def step(self, text):
         self.turn += 1
@@ -156,6 +163,7 @@ def test_environments_run_beside_each_other_and_none_waits_for_a_slow_one(play):
     ("kind", "why"),
     [
         ("reset raises", "KeyError: 'no such room'"),
+        ("long", "the first observation has 60 tokens, and task.max_new_tokens=60 leaves no turn"),
         ("raises", "ValueError: lost the ball"),
         ("leaves", "SystemExit: 3"),
         ("floods", "an observation has 100,000 bytes; at most 65,536"),
@@ -192,6 +200,13 @@ def test_an_episode_keeps_to_its_budgets(play):
             assert answer.is_drawn[-1], "what is read is followed by something drawn"
             assert answer.has_ended is (answer.num_turns == 3 and answer.reward == 1.5)
     assert len(lengths) > 3
+
+
+def test_an_environment_leaves_no_trace_in_random_numbers(play):
+    before = random.getstate(), torch.get_rng_state()
+    play(["draws"])
+    assert random.getstate() == before[0]
+    assert torch.equal(torch.get_rng_state(), before[1])
 
 
 def test_a_lane_that_has_ended_has_no_episode(play):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
 from functools import reduce
 
 from hfdist.config.data import Packing, RowFormat, TextsConfig, TooLong, TrainOn
@@ -305,7 +306,7 @@ def _check_environment(config: RunConfig) -> None:
         found, hint = f"{task.environment}, with format prompt", "data.format=prompt_completion"
         raise ConfigError(what, where="task.environment, data.format", found=found, hint=hint)
     is_open = task.environment == "openenv"
-    if is_open and not (task.environment_url or "").startswith(("ws://", "wss://")):
+    if is_open and re.fullmatch(r"wss?://[^/\s]+(/\S*)?", task.environment_url or "") is None:
         what, allowed = "it is not said where the server is", "ws://HOST:PORT/PATH, or wss://"
         found = json.dumps(task.environment_url)
         raise ConfigError(

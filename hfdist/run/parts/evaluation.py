@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from transformers import TrainerCallback
 
 from hfdist.config.run import RunConfig
-from hfdist.environments.registry import load_environment
+from hfdist.environments.registry import check_environment
 from hfdist.run.parts.part import Joins, Part
 from hfdist.run.state import RunState
 from hfdist.topology import Topology
@@ -43,10 +43,10 @@ class ObjectivePart(Part):
     joins = Joins.constructor
 
     def check(self, config: RunConfig, topology: Topology) -> None:
-        """Check the names of rewards, and of the environment."""
+        """Check the names of rewards, and the environment."""
         check_rewards(config.task.rewards)
         if config.task.environment is not None:
-            load_environment(config.task)
+            check_environment(config.task)
 
     def callbacks(self, run: RunState) -> Sequence[TrainerCallback]:
         """Give those of the objective."""

@@ -110,7 +110,8 @@ def _find_figures(run: RunState) -> dict[str, Any]:
         name: next((float(entry[key]) for entry in of_step for key in keys if key in entry), None)
         for name, keys in figures.items()
     }
-    found["cut_off"] = next((entry["cut_off"] for entry in reversed(history) if "cut_off" in entry), None)
+    for name in ("cut_off", "failed_episodes"):
+        found[name] = next((entry[name] for entry in reversed(history) if name in entry), None)
     rewards = [float(entry["reward"]) for entry in history if "reward" in entry]
     found["rewards"] = (rewards[0], rewards[-1]) if rewards else None
     last = next((entry for entry in reversed(history) if "reward" in entry), {})

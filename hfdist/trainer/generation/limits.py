@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from transformers import PreTrainedTokenizerBase
+from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from hfdist.errors import ConfigError
 
@@ -40,17 +40,19 @@ class GenerationLimits:
         return list(prompt if self.most_tokens is None else prompt[-(self.most_tokens - budget) :])
 
 
+def find_end_ids(generation: GenerationConfig | None, tokenizer: PreTrainedTokenizerBase) -> frozenset[int]:
+    """Give the tokens that end an answer: chat models may end it with another one than a document."""
+    ends = getattr(generation, "eos_token_id", None)
+    return frozenset({tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])} - {None})
+
+
 def find_limits(
     model: Any, tokenizer: PreTrainedTokenizerBase, max_new_tokens: int, *, where: str = _KEY
 ) -> GenerationLimits:
     """Read the limits off a model and its tokenizer; ConfigError, of the key `where`: no room for a prompt."""
-    # Chat models may end an answer with another token than a document.
-    ends = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
-    end_ids = {tokenizer.eos_token_id, *(ends if isinstance(ends, list) else [ends])} - {None}
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     most_tokens = positions if isinstance(positions, int) and positions > 0 else None
-    limits = GenerationLimits(
-        max_new_tokens=max_new_tokens, end_ids=frozenset(end_ids), most_tokens=most_tokens, where=where
-    )
+    end_ids = find_end_ids(getattr(model, "generation_config", None), tokenizer)
+    limits = GenerationLimits(max_new_tokens=max_new_tokens, end_ids=end_ids, most_tokens=most_tokens, where=where)
     limits.room()
     return limits

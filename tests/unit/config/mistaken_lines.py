@@ -278,6 +278,7 @@ LINES = [
     f"{REWARDED} task.max_turns=3",
     f"{REWARDED} task.environment=calculator task.generators=1",
     f"{REWARDED} task.environment=openenv",
+    f"{REWARDED} task.environment=openenv task.environment_url=ws://",
     f"{REWARDED} task.environment=guess task.environment_url=ws://127.0.0.1:1/ws",
     f"{GRPO} 'data.columns={{completion: answer}}' 'task.rewards={{environment: 1.0}}'",
     f"{GRPO} data.format=prompt task.environment=guess 'task.rewards={{environment: 1.0}}'",

@@ -14,7 +14,7 @@ from hfdist.environments import Row, Step
 from hfdist.environments.crew import Crew
 from hfdist.environments.player import Player
 from hfdist.environments.reasoning_gym import _scorer
-from hfdist.environments.registry import GROUP, load_environment, offered_tools
+from hfdist.environments.registry import GROUP, check_environment, load_environment, offered_tools
 from hfdist.errors import ConfigError
 from hfdist.messages.message import NotAMessageError
 from tests.packages import install_package
@@ -174,6 +174,13 @@ def test_what_a_server_does_wrong_costs_the_episode(server, text, error):
     environment.close()
 
 
+def test_a_server_is_tried_before_a_run(server):
+    check_environment(TaskConfig(environment="openenv", environment_url=server))
+    with pytest.raises(ConfigError, match="does not answer: ConnectionRefusedError") as caught:
+        check_environment(TaskConfig(environment="openenv", environment_url="ws://127.0.0.1:9/ws"))
+    assert caught.value.where == "task.environment_url"
+
+
 def test_episodes_of_a_server_do_not_mix(server):
     def play(number):
         environment = make("openenv", environment_url=server, environment_seconds=20.0)
@@ -193,7 +200,23 @@ def test_episodes_of_a_server_do_not_mix(server):
     assert found == {number: json.dumps({"total": 3 * number}) for number in (1, 2, 3)}
 
 
-NO_ENVIRONMENT = "class Room:\n    pass\n\n\nclass Broken:\n    def __init__(self):\n        raise OSError('no door')\n"
+NO_ENVIRONMENT = """
+from hfdist.environments import Environment
+
+
+class Room:
+    pass
+
+
+class Broken:
+    def __init__(self):
+        raise OSError('no door')
+
+
+class Bare(Environment):
+    def tools(self):
+        return None
+"""
 
 
 @pytest.mark.parametrize(
@@ -207,6 +230,13 @@ def test_what_is_no_environment_is_refused(tmp_path, monkeypatch, name, why):
     assert caught.value.where == "task.environment"
     if name == "gues":
         assert caught.value.hint == "task.environment=guess"
+
+
+def test_an_environment_that_gives_no_list_of_tools_is_refused(tmp_path, monkeypatch):
+    install_package(tmp_path, monkeypatch, "bare_rooms", NO_ENVIRONMENT, GROUP, bare="Bare")
+    with pytest.raises(ConfigError, match="no list of tools: TypeError") as caught:
+        offered_tools(TaskConfig(environment="bare"))
+    assert caught.value.where == "task.environment"
 
 
 def test_a_package_that_is_missing_is_named(monkeypatch):

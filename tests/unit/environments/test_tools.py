@@ -34,6 +34,8 @@ SCHEMAS = {schema["function"]["name"]: schema for schema in describe_tools([add]
             [Call("add", {"first": 2}), Call("b", {})],
         ),
         ("<tool_call>{'name': 'add'}</tool_call>", [Call("", {})]),
+        # Looked for from each beginning, this takes minutes.
+        ("</tool_call>" + "<tool_call>" * 100_000, []),
         ('<tool_call>{"name": 5, "arguments": {}}</tool_call>', [Call("", {})]),
         ('<tool_call>{"name": "add", "arguments": [1]}</tool_call>', [Call("", {})]),
         ("<tool_call>" + "[" * 100_000 + "</tool_call>", [Call("", {})]),
