@@ -34,6 +34,7 @@ from hfdist.trainer.checkpointing.start import check_resume, find_start
 from hfdist.trainer.trainer import Trainer
 from hfdist.tune.choose import make_objective
 from hfdist.tune.fit_model import fit_model
+from hfdist.tune.student_answers import check_prompts
 from hfdist.tune.teacher import check_teacher
 
 _LONGEST_WAIT = timedelta(days=7)
@@ -88,13 +89,15 @@ class Run(RunState):
 
         Raises:
             ConfigError, DataError: sources that are missing, unreadable or too small; a tokenizer larger than the
-                model's vocabulary; a teacher with another one.
+                model's vocabulary; a teacher with another one; rows without prompts where prompts are answered.
         """
         self.data = build_data(self._here, self.topology)
         fit_vocabulary(self.architecture, self.data.tokenizer, self._here.model)
         if (task := self.config.task).teacher is not None:
             length = self.config.data.sequence_length
             check_teacher(task, self.data.tokenizer, self.architecture, sequence_length=length)
+        if task.on_policy:
+            check_prompts(self.data.corpus)
 
     @reporting("opening the run's folder")
     def open_folder(self) -> None:
