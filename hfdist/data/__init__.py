@@ -1,7 +1,13 @@
 """Text to token sequences, in an order that does not depend on the number of processes."""
 
 from hfdist.data.documents.corpus import Corpus, open_corpus
-from hfdist.data.documents.first_examples import are_alike, are_chats, are_judged_alike, are_silent
+from hfdist.data.documents.first_examples import (
+    are_alike,
+    are_chats,
+    are_judged_alike,
+    are_silent,
+    find_source_without_prompts,
+)
 from hfdist.data.documents.held_out import HeldOut, HeldOutSources, build_held_out, open_held_out_sources
 from hfdist.data.order.cursor import Cursor
 from hfdist.data.stream.ledger import Ledger
@@ -22,6 +28,7 @@ __all__ = [
     "build_held_out",
     "count_steps",
     "count_trained",
+    "find_source_without_prompts",
     "describe_losses",
     "open_corpus",
     "open_held_out_sources",

@@ -82,13 +82,14 @@ def watching(share, is_kept):
         assert share, "the teacher is read"
         assert kwargs["layout"].computes_losses or is_kept, "a stage without losses reads the teacher"
         model = read(*args, **kwargs)
-        # Before FSDP2 gathers for a forward: what the last one has left. Eight ranks share few rows unevenly.
+        # Before FSDP2 gathers for a forward: what the last one has left.
         model.register_forward_pre_hook(lambda *_: check_share(model), prepend=True)
         return model
 
     def check_share(model):
         held = sum((p.to_local() if isinstance(p, DTensor) else p).numel() for p in model.parameters())
-        assert held == pytest.approx(share * sum(p.numel() for p in model.parameters()), rel=0.03)
+        # The last of many ranks have fewer rows than the first.
+        assert held <= 1.03 * share * sum(p.numel() for p in model.parameters())
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(chunked.CHUNK_LOGITS, "cpu", CHUNK_ROWS * VOCABULARY * chunked.TENSORS_OF_DIVERGENCE)
