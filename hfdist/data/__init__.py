@@ -1,7 +1,13 @@
 """Text to token sequences, in an order that does not depend on the number of processes."""
 
 from hfdist.data.documents.corpus import Corpus, open_corpus
-from hfdist.data.documents.first_examples import are_alike, are_chats, are_judged_alike, are_silent
+from hfdist.data.documents.first_examples import (
+    are_alike,
+    are_chats,
+    are_judged_alike,
+    are_silent,
+    find_source_without_prompts,
+)
 from hfdist.data.documents.held_out import HeldOut, HeldOutSources, build_held_out, open_held_out_sources
 from hfdist.data.order.cursor import Cursor
 from hfdist.data.stream.ledger import Ledger
@@ -23,6 +29,7 @@ __all__ = [
     "count_steps",
     "count_trained",
     "describe_losses",
+    "find_source_without_prompts",
     "open_corpus",
     "open_held_out_sources",
     "report",

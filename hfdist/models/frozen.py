@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 from collections.abc import Callable
 from typing import Any
@@ -22,6 +23,8 @@ SAFELY: dict[str, bool] = {"use_safetensors": True, "trust_remote_code": False}
 """Arguments with which transformers runs no code of somebody else's."""
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 """Names of a model's weights, in one file or several."""
+_END_BYTES = 2**20
+"""Training changes each tensor, so the ends of a file tell its weights from others."""
 
 
 def find_frozen(path: str, *, where: str, allowed: str, hint: str) -> PreTrainedConfig:
@@ -41,6 +44,19 @@ def find_frozen(path: str, *, where: str, allowed: str, hint: str) -> PreTrained
         raise ConfigError(what, where=where, found=found, allowed=allowed, hint=hint)
     with reading_from_hub(where, path):
         return AutoConfig.from_pretrained(folder, trust_remote_code=False)
+
+
+def fingerprint(path: str) -> str:
+    """Give a digest that changes when the weights in a folder are others: of the size and both ends of each file."""
+    digest = hashlib.blake2b(digest_size=8)
+    for file in sorted(expand_user(path).glob("*.safetensors")):
+        num_bytes = file.stat().st_size
+        digest.update(f"{file.name}:{num_bytes};".encode())
+        with file.open("rb") as content:
+            for start in (0, max(0, num_bytes - _END_BYTES)):
+                content.seek(start)
+                digest.update(content.read(_END_BYTES))
+    return digest.hexdigest()
 
 
 def read_tokenizer(path: str, *, where: str) -> PreTrainedTokenizerBase:

@@ -136,13 +136,17 @@ def make_plan(
         islands=island_traffic(config.islands, exchanged, largest=sizes.embedding if sizes.trained_share == 1 else 0),
         max_steps=None,
         currency=config.cost.currency,
-        kept_bytes_per_step=0
-        if config.task.teacher_top_k is None
-        else batch.tokens_per_step * top_bytes(config.task.teacher_top_k),
+        kept_bytes_per_step=batch.tokens_per_step * _kept_bytes(config),
         is_traced=by_formulas is None,
     )
     plan = replace(plan, binds=_binds(plan))
     return plan if config.train.epochs is not None else with_steps(plan, config, machines, config.train.max_steps)
+
+
+def _kept_bytes(config: RunConfig) -> int:
+    """Give the bytes that a teacher's likeliest tokens take on disk for each target."""
+    kept = config.task.teacher_top_k
+    return 0 if kept is None else top_bytes(kept)
 
 
 def with_steps(plan: Plan, config: RunConfig, machines: Machines, max_steps: int | None) -> Plan:

@@ -35,6 +35,7 @@ from hfdist.trainer.trainer import Trainer
 from hfdist.tune.acting import check_turns
 from hfdist.tune.choose import make_objective
 from hfdist.tune.fit_model import fit_model
+from hfdist.tune.student_answers import check_prompts
 from hfdist.tune.teacher import check_teacher
 
 _LONGEST_WAIT = timedelta(days=7)
@@ -89,7 +90,8 @@ class Run(RunState):
 
         Raises:
             ConfigError, DataError: sources that are missing, unreadable or too small; a tokenizer larger than the
-                model's vocabulary; a teacher with another one; a chat template that cannot write episodes.
+                model's vocabulary; a teacher with another one; a chat template that cannot write episodes; rows without
+                prompts where prompts are answered.
         """
         self.data = build_data(self._here, self.topology)
         fit_vocabulary(self.architecture, self.data.tokenizer, self._here.model)
@@ -98,6 +100,8 @@ class Run(RunState):
             check_teacher(task, self.data.tokenizer, self.architecture, sequence_length=length)
         if task.environment is not None:
             check_turns(self._here, self.data.tokenizer, self.data.corpus, self.architecture)
+        if task.on_policy:
+            check_prompts(self.data.corpus)
 
     @reporting("opening the run's folder")
     def open_folder(self) -> None:

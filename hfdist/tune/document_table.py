@@ -10,7 +10,7 @@ import json
 import logging
 import time
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import AbstractContextManager, closing
+from contextlib import AbstractContextManager, closing, suppress
 from itertools import chain, islice, pairwise
 from pathlib import Path
 from typing import NamedTuple
@@ -121,8 +121,12 @@ class DocumentTable:
     def _read_kept(self) -> None:
         self._num_sequences = {}
         path = self._folder / _KNOWN
-        if path.is_file() and (known := json.loads(path.read_text()))["model"] == self._model:
-            self._num_sequences = known["num_sequences"]
+        if path.is_file():
+            # Of a damaged file nothing counts: all batches are looked at again, which finds what is missing.
+            with suppress(ValueError, LookupError, TypeError, AttributeError):
+                known = json.loads(path.read_text())
+                if known["model"] == self._model:
+                    self._num_sequences = {str(name): int(number) for name, number in known["num_sequences"].items()}
         self._read()
 
 

@@ -31,6 +31,7 @@ from hfdist.collectives import gather_json, on_all_ranks
 from hfdist.config.batch import IGNORED
 from hfdist.config.task import TaskConfig
 from hfdist.errors import CheckpointError, ResourceError
+from hfdist.models.frozen import fingerprint
 from hfdist.models.loss.chunked import CHUNK_LOGITS, TENSORS_OF_DIVERGENCE
 from hfdist.models.loss.distillation import TOP_IDS, TOP_LOGS, top_bytes, top_rows
 from hfdist.models.loss.teacher_rows import TeacherRows, WholeRows
@@ -72,7 +73,8 @@ class KeptTeacher(DocumentTable):
 
     def __init__(self, folder: Path, teacher: Teacher, task: TaskConfig) -> None:
         assert task.teacher_top_k is not None
-        super().__init__(folder, [task.teacher, task.teacher_top_k, task.temperature])
+        model = [task.teacher, fingerprint(str(task.teacher)), task.teacher_top_k, task.temperature]
+        super().__init__(folder, model)
         self._teacher, self._count, self._beta = teacher, task.teacher_top_k, task.divergence_beta
         self._known: dict[int, _Where | None] = {}
         """Where the targets of a document are, by its key; None: some rank has learned it, and it is not read yet."""
@@ -227,7 +229,7 @@ class KeptTeacher(DocumentTable):
                     shapes = [file.get_slice(name).get_shape() for name in ("ids", "log_probabilities")]
             except (SafetensorError, OSError, AttributeError) as error:
                 raise self._damaged(path) from error
-            num_targets = starts[-1] if starts else 0
+            num_targets = starts[-1] if starts[:1] == [0] else None
             is_whole = shapes == [[num_targets, self._count], [num_targets, self._count + 1]]
             if not is_whole or len(starts) != len(keys) + 1 or starts != sorted(starts):
                 raise self._damaged(path)

@@ -13,6 +13,8 @@ from typing import cast
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hfdist.config.run import RunConfig
+from hfdist.data import Corpus, find_source_without_prompts
+from hfdist.errors import DataError
 from hfdist.strategies.engine import Batch
 from hfdist.trainer.generation.continuation import can_generate
 from hfdist.trainer.generation.limits import GenerationLimits, find_limits
@@ -22,6 +24,16 @@ from hfdist.trainer.training import Training
 from hfdist.tune.answer import Answer
 from hfdist.tune.prompt_seeds import answer_seeds, prompt_numbers
 from hfdist.tune.rollout_rows import fill_id, make_rows, read_examples
+
+
+def check_prompts(corpus: Corpus) -> None:
+    """Check that rows have prompts. DataError: those of a source are plain text or tokens."""
+    name = find_source_without_prompts(corpus)
+    if name is not None:
+        what, found = "the model has no prompts to answer (task.on_policy)", "plain text or tokens"
+        allowed = "rows with the columns prompt and completion, or another format with prompts"
+        hint = "task.on_policy=0 learns from rows of any format"
+        raise DataError(what, where=f"data.sources.{name}", found=found, allowed=allowed, hint=hint)
 
 
 class StudentAnswers:

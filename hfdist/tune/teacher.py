@@ -65,7 +65,8 @@ def check_teacher(
     taught, known = (one.get_text_config().vocab_size for one in (config, student))
     if taught < known:
         found = f"with {taught:,} rows of logits, and a student with {known:,}"
-        raise refuse("the teacher says nothing of some tokens of the model that is trained", found)
+        hint = f"model.config.vocab_size={taught} for a model of random weights, or another task.teacher"
+        raise refuse("the teacher says nothing of some tokens of the model that is trained", found, hint=hint)
     if task.teacher_top_k is not None and task.teacher_top_k > known:
         what, hint = "the model that is trained has fewer tokens", "task.teacher_top_k=64"
         where, allowed = "task.teacher_top_k", f"<= {known}"

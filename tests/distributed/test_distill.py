@@ -4,6 +4,7 @@ import json
 import shutil
 from contextlib import contextmanager
 from functools import cache
+from pathlib import Path
 
 import pytest
 import torch
@@ -87,7 +88,8 @@ def watching(share, is_kept):
 
     def check_share(model):
         held = sum((p.to_local() if isinstance(p, DTensor) else p).numel() for p in model.parameters())
-        assert held == pytest.approx(share * sum(p.numel() for p in model.parameters()), rel=0.02)
+        # The last of many ranks have fewer rows than the first.
+        assert held <= 1.03 * share * sum(p.numel() for p in model.parameters())
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(chunked.CHUNK_LOGITS, "cpu", CHUNK_ROWS * VOCABULARY * chunked.TENSORS_OF_DIVERGENCE)
@@ -116,6 +118,7 @@ def distill(target, folder, num_ranks, *overrides, reads=True):
 LORA = ("adapter=lora", "adapter.merge=false", "adapter.targets=[q_proj,lm_head]")
 
 
+SAVES = ("checkpoint.every=2", "checkpoint.keep=9")
 TOP = ("task.teacher_top_k=5",)
 OWN = ("task.on_policy=0.5", "task.max_new_tokens=9", "task.top_k=18", "task.top_p=0.98", "train.seed=1")
 """The second and the third step have answers of the student's own."""
@@ -128,7 +131,7 @@ def single(tmp_path_factory, folder, cache_dir):
 
     @cache
     def run(case):
-        return distill(target / str(hash(case)), folder, 1, *case)
+        return distill(target / str(hash(case)), folder, 1, *case, *SAVES)
 
     return run
 
@@ -202,17 +205,21 @@ def test_a_layout_changes_nothing(single, folder, tmp_path, case, layout, num_ra
         many((), "fsdp2", "pipeline"),
         # The teacher is not read again.
         (TOP, "tensor", "pipeline strategy.schedule=zbv train.micro_batch_size=1"),
-        (OWN, "pipeline", "ddp task.teacher_sharding=sharded"),
+        (OWN, None, "pipeline"),
+        many(OWN, "pipeline", "ddp task.teacher_sharding=sharded"),
         many(OWN, "tensor", "zero3"),
     ],
 )
 def test_a_run_goes_on_in_another_layout(single, folder, tmp_path, case, before, after):
-    saves = (*case, "checkpoint.every=2", "checkpoint.keep=9")
-    run = distill(tmp_path / "run", folder, 2, *saves, *f"strategy={before}".split())
-    check_equal(run, single(case))
+    """`before`: None: one process."""
+    if before is None:
+        run = Path(shutil.copytree(single(case), tmp_path / "run"))
+    else:
+        run = distill(tmp_path / "run", folder, 2, *case, *SAVES, *f"strategy={before}".split())
+        check_equal(run, single(case))
     shutil.rmtree(run / "checkpoints" / f"step-{STEPS:08}")
     shutil.rmtree(run / "model")
-    distill(run, folder, 2, *saves, *f"strategy={after}".split(), reads=case is not TOP)
+    distill(run, folder, 2, *case, *SAVES, *f"strategy={after}".split(), reads=case is not TOP)
     check_equal(run, single(case))
 
 

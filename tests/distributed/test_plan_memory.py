@@ -52,7 +52,7 @@ def save_teacher(config, folder):
 @pytest.mark.parametrize(
     ("layout", "more"),
     [
-        ("fsdp2", {}),
+        many("fsdp2", {}),
         many("ddp", {"teacher_sharding": TeacherSharding.sharded}),
         many("zero3", {}),
         many("1f1b", {}),
@@ -61,6 +61,7 @@ def save_teacher(config, folder):
     ],
 )
 def test_a_teacher_counts(layout, more, tmp_path, cache_dir):
+    """On one process on a CPU its weights are those of the file, mapped: the allocator does not count them."""
     cell = Cell(family="llama", size="activations", layout=layout)
     config, teacher = cell.config(str(tmp_path)), tmp_path / "teacher"
     run_ranks(save_teacher, 1, replace(config, strategy=StrategyConfig()), teacher, group=False)

@@ -1,5 +1,7 @@
 """What is kept of a teacher lies where the targets are, is found again, and is refused where a file is damaged."""
 
+import json
+
 import numpy as np
 import pytest
 import torch
@@ -65,6 +67,14 @@ def test_other_documents_and_other_teachers_are_not_known(tmp_path):
     batch["labels"][1, 2] = IGNORED
     with pytest.raises(CheckpointError, match="the data have changed"):
         table.prepare(batch)
+    teacher = tmp_path / "teacher"
+    teacher.mkdir()
+    task, names = TaskConfig(name=TaskName.distill, teacher=str(teacher), teacher_top_k=COUNT), []
+    for value in (0.0, 0.0, 1.0):
+        save_file({"weight": np.full(5, value)}, teacher / "model.safetensors")
+        names.append(make_table(tmp_path, task)._model)
+    # Another teacher has come into the same folder.
+    assert names[0] == names[1] != names[2]
     warmer = make_table(
         tmp_path, TaskConfig(name=TaskName.distill, teacher="teacher", teacher_top_k=3, temperature=2.0)
     )
@@ -84,11 +94,15 @@ def unordered(columns):
     columns["starts"][1] = 99
 
 
+def begins_late(columns):
+    columns["starts"][0] = -1
+
+
 def without_starts(columns):
     del columns["starts"]
 
 
-@pytest.mark.parametrize("damage", [shorter, strange, unordered, without_starts, "half"])
+@pytest.mark.parametrize("damage", [shorter, strange, unordered, begins_late, without_starts, "half"])
 def test_a_damaged_file_is_refused(tmp_path, damage):
     batch = make_batch()
     write(tmp_path, batch)
@@ -104,6 +118,17 @@ def test_a_damaged_file_is_refused(tmp_path, damage):
         table._read()
         table.prepare(batch)
     assert refused.value.where == str(path)
+
+
+@pytest.mark.parametrize("content", ["{", "[]", "{}", '{"model": "MODEL", "num_sequences": [1]}'])
+def test_a_damaged_note_of_what_is_known_does_not_count(tmp_path, content):
+    """All documents are looked for again."""
+    write(tmp_path, make_batch())
+    table = make_table(tmp_path)
+    (tmp_path / "known.json").write_text(content.replace('"MODEL"', json.dumps(table._model)))
+    table._read_kept()
+    assert table._num_sequences == {}
+    assert table.num_documents == 3
 
 
 def test_a_full_disk_is_said(tmp_path, monkeypatch):

@@ -42,6 +42,18 @@ def are_chats(corpus: Corpus) -> bool | None:
     return next(("messages" in example for example in examples if {"messages", "prompt"} & example.keys()), None)
 
 
+def find_source_without_prompts(corpus: Corpus) -> str | None:
+    """Give the name of a source whose first rows have no prompt, as plain text and tokens; None: there is none."""
+    first = 0
+    for name, source in corpus.sources.items():
+        num_documents = int(source.runs.rows.sum())
+        numbers = range(first, first + min(num_documents, _MOST_TRIED))
+        if not any({"messages", "prompt"} & _example(corpus, number).keys() for number in numbers):
+            return name
+        first += num_documents
+    return None
+
+
 def are_alike(corpus: Corpus) -> bool:
     """Whether the two answers of each of the first pairs are the same, so that nothing tells them apart."""
     examples = _first_examples(corpus, _MOST_TRIED)
@@ -73,8 +85,13 @@ def _first_turns(corpus: Corpus, most: int) -> list[dict[str, object]]:
 def _first_examples(corpus: Corpus, most: int) -> Iterator[dict[str, object]]:
     """Read the first examples, one when it is asked for; {}: it cannot be read, or a text that is no example."""
     for number in range(min(corpus.num_documents, most) if corpus.has_examples else 0):
-        example: object = None
-        # A text may be any JSON, or none.
-        with suppress(DataError, ValueError, RecursionError):
-            example = json.loads(corpus.text(number))
-        yield example if isinstance(example, dict) else {}
+        yield _example(corpus, number)
+
+
+def _example(corpus: Corpus, document: int) -> dict[str, object]:
+    example: object = None
+    # A text may be any JSON, or none.
+    with suppress(DataError, ValueError, RecursionError):
+        if corpus.shard_of(document)[0].gives_examples:
+            example = json.loads(corpus.text(document))
+    return example if isinstance(example, dict) else {}

@@ -7,7 +7,9 @@ import pytest
 
 from hfdist.config.composition.compose import compose_config
 from hfdist.data import are_chats, open_corpus
+from hfdist.errors import DataError
 from hfdist.run.summary import advise
+from hfdist.tune.student_answers import check_prompts
 
 CHAT = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
 PAIR = {"prompt": "a", "completion": "b"}
@@ -60,3 +62,21 @@ def test_plain_text_for_a_model_of_chats_is_warned_of_with_what_makes_it_turns(t
     assert advise(corpus, WITH_TEMPLATE, config).endswith("lists of messages")
     corpus, config = open_rows(tmp_path, [PAIR], "model.init=random")
     assert advise(corpus, WITH_TEMPLATE, config) is None
+
+
+@pytest.mark.parametrize("rows", [[{"text": "a"}], [{"text": '{"prompt": "a"}'}], [PAIR]])
+@pytest.mark.parametrize("row_format", ["auto", "text"])
+def test_a_model_that_answers_needs_prompts(tmp_path, rows, row_format):
+    """Of each source: the second one is asked, too."""
+    other = tmp_path / "other.jsonl"
+    other.write_text(json.dumps(PAIR))
+    text = "text" if row_format == "auto" or "text" in rows[0] else "prompt"
+    more = (f"+data.sources.a={{path: {other}, weight: 1}}", "data.sources.files.weight=1")
+    own = (f"data.sources.files.format={row_format}", f"data.sources.files.text={text}")
+    corpus, _ = open_rows(tmp_path, rows, *more, *own)
+    if row_format == "auto" and rows == [PAIR]:
+        check_prompts(corpus)
+    else:
+        with pytest.raises(DataError, match="no prompts to answer") as refused:
+            check_prompts(corpus)
+        assert refused.value.where == "data.sources.files"

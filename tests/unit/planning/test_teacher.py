@@ -65,12 +65,12 @@ def of_teacher(teacher):
     [
         many("single", 1, 1),
         many("ddp", 2, 1),
-        ("ddp task.teacher_sharding=sharded", 2, 2),
+        many("ddp task.teacher_sharding=sharded", 2, 2),
         many("fsdp2", 2, 2),
         many("zero3", 2, 2),
         many("tensor", 2, 2),
         ("pipeline", 2, 1),
-        ("ddp task.teacher_top_k=8", 2, 0),
+        many("ddp task.teacher_top_k=8", 2, 0),
     ],
 )
 def test_a_trace_has_the_teacher(teacher, layout, num_ranks, num_shares):
@@ -107,11 +107,15 @@ def test_formulas_are_near_the_trace(teacher, more):
 def test_a_plan_says_what_is_gathered_and_kept(teacher):
     config, plain = configs(teacher, "strategy=ddp", "task.teacher_sharding=sharded")
     plan, without = (make_plan(one, MACHINES, 2) for one in (config, plain))
+    num_bytes = of_teacher(teacher)[0]
+    assert plan.memory.use.weights - without.memory.use.weights == pytest.approx(num_bytes / 2, rel=0.01)
     sent = [sum(one.sent_bytes for one in own.traffic) for own in (plan, without)]
     # To one other rank, for each of two micro batches.
-    assert sent[0] - sent[1] == pytest.approx(2 * of_teacher(teacher)[0] / 2, rel=0.01)
+    assert sent[0] - sent[1] == pytest.approx(2 * num_bytes / 2, rel=0.01)
     assert plan.time.seconds > without.time.seconds
     kept = make_plan(configs(teacher, "strategy=ddp", "task.teacher_top_k=8")[0], MACHINES, 2)
+    # The teacher is not there, and what is kept of it comes with a batch.
+    assert kept.memory.use.weights == without.memory.use.weights
     assert kept.kept_bytes_per_step == 8 * LENGTH * (8 * 8 + 4)
     assert "at most, of the teacher's likeliest tokens, for all steps" in describe_plan(kept)
 
