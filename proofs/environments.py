@@ -6,6 +6,7 @@ import json
 import os
 import platform
 import random
+import re
 import statistics
 import sys
 import tempfile
@@ -96,6 +97,14 @@ def write_rows(folder: Path) -> None:
     (folder / "turns.jinja").write_text(TEMPLATE)
 
 
+class Wrong(NamedTuple):
+    """Wrong answers that a run has kept of the second half of its steps."""
+
+    number: int
+    miscopied: int
+    """Those after a right result of the tool."""
+
+
 class Outcome(NamedTuple):
     """What one side came to, by one seed."""
 
@@ -103,6 +112,9 @@ class Outcome(NamedTuple):
     side: Side
     accuracies: dict[int, float]
     """Of greedy answers to held-out products, by step of GRPO."""
+    calls: dict[int, float]
+    """Mean calls of the tool in such an answer, by step; empty without an environment."""
+    wrong: Wrong
     of_sft: Cost
     of_grpo: Cost
 
@@ -128,13 +140,26 @@ def tuning(seed: int, side: Side) -> list[str]:
     return [*COMMON, *GRPO, *side.environment, *own]
 
 
+def _wrong_answers(path: Path) -> Wrong:
+    rows = [row for row in read_lines(path) if row["step"] > GRPO_STEPS // 2 and not row["reward"]]
+    results = [[turn["text"] for turn in row.get("turns", ()) if turn["role"] == "tool"] for row in rows]
+    factors = [re.findall(r"\d+", row["prompt"]) for row in rows]
+    return Wrong(len(rows), sum(str(int(a) * int(b)) in seen for (a, b), seen in zip(factors, results, strict=True)))
+
+
+def read_outcome(folder: Path, seed: int, side: Side, of_sft: Cost, of_grpo: Cost) -> Outcome:
+    """Read what a run of GRPO has written."""
+    files = RunFolder(folder / f"grpo-{side.label}-{seed}")
+    lines = [line for line in read_lines(files.metrics) if "eval_reward" in line]
+    accuracies = {line["step"]: line["eval_reward"] for line in lines}
+    calls = {line["step"]: line["eval_tool_calls"] for line in lines if "eval_tool_calls" in line}
+    return Outcome(seed, side, accuracies, calls, _wrong_answers(files.rollouts), of_sft, of_grpo)
+
+
 def learn(folder: Path, seed: int, side: Side) -> Outcome:
     """Fine-tune a model on the side's conversations, and let GRPO go on with it; the folder has the rows."""
     of_sft = run(folder, "finetune", *fine_tuning(seed, side))
-    of_grpo = run(folder, "tune", *tuning(seed, side))
-    lines = read_lines(RunFolder(folder / f"grpo-{side.label}-{seed}").metrics)
-    accuracies = {line["step"]: line["eval_reward"] for line in lines if "eval_reward" in line}
-    return Outcome(seed, side, accuracies, of_sft, of_grpo)
+    return read_outcome(folder, seed, side, of_sft, run(folder, "tune", *tuning(seed, side)))
 
 
 def _table(outcomes: Sequence[Outcome]) -> str:
@@ -145,12 +170,20 @@ def _table(outcomes: Sequence[Outcome]) -> str:
             one.side.name,
             *(f"{one.accuracies[step]:.1%}" for step in steps),
             *(f"{cost.cpu_seconds:.0f}" for cost in (one.of_sft, one.of_grpo)),
-            f"{one.of_sft.wall_seconds + one.of_grpo.wall_seconds:.0f}",
         ]
         for one in outcomes
     ]
-    costs = ["CPU seconds of fine-tuning", "of GRPO", "seconds of both"]
+    costs = ["CPU seconds of fine-tuning", "CPU seconds of GRPO"]
     return markdown(["seed", "side", *(f"step {step}" for step in steps), *costs], rows)
+
+
+def _table_of_calls(acted: Sequence[Outcome]) -> str:
+    rows = [
+        [str(one.seed), *(f"{one.calls[step]:.2f}" for step in sorted(one.calls)), *(str(count) for count in one.wrong)]
+        for one in acted
+    ]
+    steps = [f"calls at step {step}" for step in sorted(acted[0].calls)]
+    return markdown(["seed", *steps, "wrong answers kept", "with the right result"], rows)
 
 
 def is_better(acted: Outcome, plain: Outcome) -> bool:
@@ -189,8 +222,16 @@ make environments
 
 {_table(outcomes)}
 
-Python {platform.python_version()}, {versions}; {os.cpu_count()} cores. CPU seconds are the cost: other work on the same
-cores makes the seconds of the clock longer.
+Python {platform.python_version()}, {versions}; {os.cpu_count()} cores. CPU seconds are those of all
+processes of a run, from its start to its end.
+
+## What it learns
+
+The mean calls in an answer to a held-out product show whether the model has learned to call. Beside them are wrong
+answers to training prompts, as `rollouts.jsonl` keeps them, of the second half of the steps. In those "with the right
+result" the tool gave the product, and the model copied it wrongly.
+
+{_table_of_calls([one for one in outcomes if one.side is ACTED])}
 
 ## What is compared
 
@@ -205,7 +246,8 @@ for {SFT_STEPS} steps of 32 sequences on conversations about the same products, 
 From there GRPO goes on for {GRPO_STEPS} steps with the reward `arithmetic` alone: 32 prompts a step, 8 answers to each.
 Neither sees a held-out product. The sides differ in `task.environment=calculator` and `task.max_turns=3`.
 
-{TUNED}
+The settings were tried by seed 0. There the side with a calculator went from 62.5% to 80.5%, and one turn from 3.0% to
+0.5%; with `optimizer.lr=1e-4` one turn ended at 0.5%, too. The tables have other seeds.
 """
 
 

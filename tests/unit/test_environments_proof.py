@@ -11,9 +11,11 @@ from proofs.environments import (
     NUM_HELD_OUT,
     PLAIN,
     Outcome,
+    Wrong,
     describe,
     fine_tuning,
     is_better,
+    read_outcome,
     tuning,
     write_rows,
 )
@@ -48,9 +50,32 @@ def test_the_runs_of_a_side_compose(side, tmp_path, monkeypatch):
     assert (grpo.task.environment is None) == (side is PLAIN)
 
 
+def test_a_wrong_copy_of_a_right_result_is_told_from_a_wrong_call(tmp_path):
+    folder = tmp_path / f"grpo-{ACTED.label}-1"
+    folder.mkdir()
+    answers = [
+        (20, 0.0, "12*34=", "408"),
+        (21, 0.0, "12*34=", "408"),
+        (21, 0.0, "12*34=", "36"),
+        (21, 1.0, "5*5=", "25"),
+    ]
+    rows = [
+        {"step": step, "reward": reward, "prompt": prompt, "turns": [{"role": "tool", "text": result}]}
+        for step, reward, prompt, result in answers
+    ]
+    rows.append({"step": 40, "reward": 0.0, "prompt": "12*34="})  # one turn, which has no `turns`
+    (folder / "rollouts.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    evaluated = {"step": 0, "eval_reward": 0.5, "eval_tool_calls": 0.75}
+    (folder / "metrics.jsonl").write_text(
+        "".join(f"{json.dumps(line)}\n" for line in (evaluated, {"step": 1, "loss": 1.0}))
+    )
+    outcome = read_outcome(tmp_path, 1, ACTED, Cost(9.0, 5.0), Cost(8.0, 4.0))
+    assert (outcome.accuracies, outcome.calls, outcome.wrong) == ({0: 0.5}, {0: 0.75}, Wrong(3, 1))
+
+
 def test_the_page_counts_the_seeds_with_which_the_calculator_is_better():
     def outcome(seed, side, start, end):
-        return Outcome(seed, side, {0: start, 40: end}, Cost(9.0, 5.0), Cost(8.0, 4.0))
+        return Outcome(seed, side, {0: start, 40: end}, {0: 0.25, 40: 1.0}, Wrong(8, 7), Cost(9.0, 5.0), Cost(8.0, 4.0))
 
     won = outcome(1, ACTED, 0.4, 0.9), outcome(1, PLAIN, 0.1, 0.2)
     fell = outcome(2, ACTED, 0.5, 0.4), outcome(2, PLAIN, 0.1, 0.2)
@@ -59,4 +84,5 @@ def test_the_page_counts_the_seeds_with_which_the_calculator_is_better():
     page = describe([*won, *fell, *behind])
     assert "With 1 of 3 seeds" in page
     assert "from 33.3% to 50.0%" in page
-    assert "| 2 | with a calculator | 50.0% | 40.0% | 5 | 4 | 17 |" in page
+    assert "| 2 | with a calculator | 50.0% | 40.0% | 5 | 4 |" in page
+    assert "| 2 | 0.25 | 1.00 | 8 | 7 |" in page
