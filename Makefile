@@ -63,7 +63,7 @@ finetuning: $(READY)  ## Fine-tune SmolLM2-135M-Instruct in four layouts, whole 
 reinforcement: $(READY)  ## Let GRPO teach a small model to add, by three seeds, and write docs/reinforcement-proof.md (10 minutes).
 	$(BIN)/python -m proofs.reinforcement docs/reinforcement-proof.md
 
-environments: $(READY)  ## Let GRPO teach a small model to use a calculator, by three seeds, and write docs/environments-proof.md (6 minutes).
+environments: $(READY)  ## Let GRPO teach a small model to use a calculator, by three seeds, and write docs/environments-proof.md (8 minutes).
 	$(BIN)/python -m proofs.environments docs/environments-proof.md
 
 interruptions: $(READY)  ## Stop and resume streams and runs in thousands of ways, and prove that nothing is lost or repeated.

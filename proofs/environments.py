@@ -6,9 +6,11 @@ import json
 import os
 import platform
 import random
+import re
+import statistics
 import sys
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 from typing import NamedTuple
@@ -20,10 +22,25 @@ from proofs.reinforcement import Cost, run
 SEEDS = (1, 2, 3)
 """Others than 0, by which the settings were chosen."""
 NUM_HELD_OUT = 200
-KINDS: Mapping[str, tuple[str, ...]] = {
-    "with a calculator": ("task.environment=calculator", "task.max_turns=3"),
-    "in one turn": (),
-}
+SFT_STEPS, GRPO_STEPS = 400, 40
+
+
+class Side(NamedTuple):
+    """One of the two that are compared."""
+
+    name: str
+    share_of_calls: float
+    """Conversations of the fine-tuning in which the assistant calls the calculator."""
+    environment: tuple[str, ...]
+
+    @property
+    def label(self) -> str:
+        """Its name in names of files."""
+        return self.name.replace(" ", "-")
+
+
+ACTED = Side("with a calculator", 0.5, ("task.environment=calculator", "task.max_turns=3"))
+PLAIN = Side("in one turn", 0.0, ())
 TEMPLATE = (
     "{% for message in messages %}{% if message.role == 'assistant' %}={% generation %}{{ message.content }}"
     "{{ eos_token }}{% endgeneration %}{% elif message.role == 'tool' %}<tool_response>{{ message.content }}"
@@ -35,15 +52,16 @@ COMMON = (
     *("launch.processes=1", "train.epochs=null", "train.global_batch_size=32", "train.micro_batch_size=32"),
 )
 SFT = (
-    *("model=tiny", "model.tokenizer.vocab_size=320", "data=sheets.jsonl", "data.format=messages"),
+    *("model=tiny", "model.tokenizer.vocab_size=320", "data.format=messages"),
     *("data.chat.template=turns.jinja", "data.sequence_length=96", "optimizer=adamw", "optimizer.lr=5e-3"),
-    *("optimizer.warmup_steps=20", "train.max_steps=800", "train.eval_every=400"),
+    *("optimizer.warmup_steps=20", f"train.max_steps={SFT_STEPS}", f"train.eval_every={SFT_STEPS}"),
     "data.eval_sources={held: {path: held_out.jsonl, format: prompt_completion}}",
 )
 GRPO = (
     *("model=hub", "task=grpo", "task.rewards={arithmetic: 1.0}", "task.max_new_tokens=64", "optimizer.lr=5e-4"),
-    *("data=products.jsonl", "data.format=prompt_completion", "data.sequence_length=32", "train.max_steps=40"),
-    *("train.eval_every=20", f"data.eval_sequences={NUM_HELD_OUT}", f"evaluate.num_generations={NUM_HELD_OUT}"),
+    *("data=products.jsonl", "data.format=prompt_completion", "data.sequence_length=32"),
+    *(f"train.max_steps={GRPO_STEPS}", f"train.eval_every={GRPO_STEPS // 4}"),
+    *(f"data.eval_sequences={NUM_HELD_OUT}", f"evaluate.num_generations={NUM_HELD_OUT}"),
     "data.eval_sources={held: {path: held_out.jsonl}}",
 )
 
@@ -57,101 +75,179 @@ def _asked(a: int, b: int) -> dict[str, object]:
     return {"prompt": [_says("user", f"{a}*{b}")], "completion": [_says("assistant", str(a * b))]}
 
 
-def _shown(a: int, b: int) -> dict[str, object]:
-    """A conversation of the fine-tuning: every other one has a call, the others have the answer alone."""
+def _shown(a: int, b: int, has_call: bool) -> dict[str, object]:
+    """A conversation of the fine-tuning: a call before the answer, or the answer alone."""
     question, answer = _says("user", f"{a}*{b}"), _says("assistant", str(a * b))
     call = json.dumps({"name": "calculator", "arguments": {"expression": f"{a}*{b}"}})
     called = [_says("assistant", f"<tool_call>{call}</tool_call>"), _says("tool", str(a * b))]
-    return {"messages": [question, *(called if random.random() < 0.5 else []), answer]}
+    return {"messages": [question, *(called if has_call else []), answer]}
 
 
 def write_rows(folder: Path) -> None:
-    """Write products of two numbers of two digits: held out, for GRPO, and conversations; and the template."""
-    random.seed(0)
+    """Write products of two numbers of two digits: held out, for GRPO, and conversations of each side; a template."""
+    draw = random.Random(0)
     pairs = [(a, b) for a in range(10, 100) for b in range(10, 100)]
-    random.shuffle(pairs)
+    draw.shuffle(pairs)
     held_out, others = pairs[:NUM_HELD_OUT], pairs[NUM_HELD_OUT:]
-    for name, rows in (
-        ("held_out", [_asked(a, b) for a, b in held_out]),
-        ("products", [_asked(a, b) for a, b in others]),
-        ("sheets", [_shown(a, b) for a, b in 2 * others]),
-    ):
+    files = {"held_out": [_asked(a, b) for a, b in held_out], "products": [_asked(a, b) for a, b in others]}
+    for side in (ACTED, PLAIN):
+        files[side.label] = [_shown(a, b, draw.random() < side.share_of_calls) for a, b in 2 * others]
+    for name, rows in files.items():
         (folder / f"{name}.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     (folder / "turns.jinja").write_text(TEMPLATE)
 
 
-def reinforce(folder: Path, seed: int, name: str, *own: str) -> tuple[dict[int, float], Cost]:
-    """Let GRPO go on with the fine-tuned model of a seed; give the held-out accuracy by step, and the cost."""
-    run_dir = f"{name}-{seed}"
-    ids = (f"train.seed={seed}", f"run.dir={run_dir}", f"model.name=sft-{seed}/model")
-    cost = run(folder, "tune", *COMMON, *GRPO, *own, *ids)
-    lines = read_lines(RunFolder(folder / run_dir).metrics)
-    return {line["step"]: line["eval_reward"] for line in lines if "eval_reward" in line}, cost
+class Wrong(NamedTuple):
+    """Wrong answers that a run has kept of the second half of its steps."""
+
+    number: int
+    miscopied: int
+    """Those after a right result of the tool."""
 
 
-class Learned(NamedTuple):
-    """What one seed came to."""
+class Outcome(NamedTuple):
+    """What one side came to, by one seed."""
 
     seed: int
+    side: Side
+    accuracies: dict[int, float]
+    """Of greedy answers to held-out products, by step of GRPO."""
+    calls: dict[int, float]
+    """Mean calls of the tool in such an answer, by step; empty without an environment."""
+    wrong: Wrong
     of_sft: Cost
-    runs: dict[str, tuple[dict[int, float], Cost]]
-    """By the kind of GRPO: the held-out accuracy by step, and the cost."""
+    of_grpo: Cost
 
     @property
-    def is_better(self) -> bool:
-        """Whether the calculator ended higher than it began, and than one turn did."""
-        (acted, _), (plain, _) = (self.runs[kind] for kind in KINDS)
-        return acted[max(acted)] > max(acted[0], plain[max(plain)])
+    def start(self) -> float:
+        """Before the first step of GRPO."""
+        return self.accuracies[0]
+
+    @property
+    def end(self) -> float:
+        """After its last step."""
+        return self.accuracies[max(self.accuracies)]
 
 
-def learn(folder: Path, seed: int) -> Learned:
-    """Fine-tune a model, and let GRPO go on with it in both ways; the folder has the rows."""
-    of_sft = run(folder, "finetune", *COMMON, *SFT, f"train.seed={seed}", f"run.dir=sft-{seed}")
-    runs = {kind: reinforce(folder, seed, kind.replace(" ", "-"), *own) for kind, own in KINDS.items()}
-    return Learned(seed, of_sft, runs)
+def fine_tuning(seed: int, side: Side) -> list[str]:
+    """The words of `hfdist finetune` for a side."""
+    return [*COMMON, *SFT, f"data={side.label}.jsonl", f"train.seed={seed}", f"run.dir=sft-{side.label}-{seed}"]
 
 
-def _table(outcomes: Sequence[Learned]) -> str:
+def tuning(seed: int, side: Side) -> list[str]:
+    """The words of `hfdist tune` that go on with the model of `fine_tuning`."""
+    own = (f"model.name=sft-{side.label}-{seed}/model", f"train.seed={seed}", f"run.dir=grpo-{side.label}-{seed}")
+    return [*COMMON, *GRPO, *side.environment, *own]
+
+
+def _wrong_answers(path: Path) -> Wrong:
+    rows = [row for row in read_lines(path) if row["step"] > GRPO_STEPS // 2 and not row["reward"]]
+    results = [[turn["text"] for turn in row.get("turns", ()) if turn["role"] == "tool"] for row in rows]
+    factors = [re.findall(r"\d+", row["prompt"]) for row in rows]
+    return Wrong(len(rows), sum(str(int(a) * int(b)) in seen for (a, b), seen in zip(factors, results, strict=True)))
+
+
+def read_outcome(folder: Path, seed: int, side: Side, of_sft: Cost, of_grpo: Cost) -> Outcome:
+    """Read what a run of GRPO has written."""
+    files = RunFolder(folder / f"grpo-{side.label}-{seed}")
+    lines = [line for line in read_lines(files.metrics) if "eval_reward" in line]
+    accuracies = {line["step"]: line["eval_reward"] for line in lines}
+    calls = {line["step"]: line["eval_tool_calls"] for line in lines if "eval_tool_calls" in line}
+    return Outcome(seed, side, accuracies, calls, _wrong_answers(files.rollouts), of_sft, of_grpo)
+
+
+def learn(folder: Path, seed: int, side: Side) -> Outcome:
+    """Fine-tune a model on the side's conversations, and let GRPO go on with it; the folder has the rows."""
+    of_sft = run(folder, "finetune", *fine_tuning(seed, side))
+    return read_outcome(folder, seed, side, of_sft, run(folder, "tune", *tuning(seed, side)))
+
+
+def _table(outcomes: Sequence[Outcome]) -> str:
+    steps = sorted(outcomes[0].accuracies)
     rows = [
         [
             str(one.seed),
-            kind,
-            *(f"{share:.1%}" for _, share in sorted(by_step.items())),
-            f"{cost.wall_seconds:.0f}",
-            f"{cost.cpu_seconds:.0f}",
+            one.side.name,
+            *(f"{one.accuracies[step]:.1%}" for step in steps),
+            *(f"{cost.cpu_seconds:.0f}" for cost in (one.of_sft, one.of_grpo)),
         ]
         for one in outcomes
-        for kind, (by_step, cost) in one.runs.items()
     ]
-    return markdown(["seed", "GRPO", "step 0", "step 20", "step 40", "seconds", "CPU seconds"], rows)
+    costs = ["CPU seconds of fine-tuning", "CPU seconds of GRPO"]
+    return markdown(["seed", "side", *(f"step {step}" for step in steps), *costs], rows)
 
 
-def describe(outcomes: Sequence[Learned]) -> str:
+def _table_of_calls(acted: Sequence[Outcome]) -> str:
+    rows = [
+        [str(one.seed), *(f"{one.calls[step]:.2f}" for step in sorted(one.calls)), *(str(count) for count in one.wrong)]
+        for one in acted
+    ]
+    steps = [f"calls at step {step}" for step in sorted(acted[0].calls)]
+    return markdown(["seed", *steps, "wrong answers kept", "with the right result"], rows)
+
+
+def is_better(acted: Outcome, plain: Outcome) -> bool:
+    """Whether the calculator ended higher than it began, and than one turn did."""
+    return acted.end > max(acted.start, plain.end)
+
+
+def _verdict(outcomes: Sequence[Outcome]) -> str:
+    acted, plain = ([one for one in outcomes if one.side is side] for side in (ACTED, PLAIN))
+    num_better = sum(is_better(*pair) for pair in zip(acted, plain, strict=True))
+    means = [
+        f"from {statistics.mean(one.start for one in side):.1%} to {statistics.mean(one.end for one in side):.1%}"
+        for side in (acted, plain)
+    ]
+    return f"""\
+With {num_better} of {len(acted)} seeds the calculator ends higher than it began, and higher than one turn. In the mean
+the side with a calculator goes {means[0]}, and one turn goes {means[1]}."""
+
+
+def describe(outcomes: Sequence[Outcome]) -> str:
     """The page."""
-    sft_seconds = ", ".join(f"{one.of_sft.cpu_seconds:.0f}" for one in outcomes)
     versions = f"torch {version('torch')}, transformers {version('transformers')}"
     return f"""\
 # Environments, measured
 
-The share of {NUM_HELD_OUT} held-out products of two numbers of two digits that a model answers rightly, greedily,
-before GRPO (step 0) and during it: with a [calculator](environments.md), and in one turn. `make environments` writes
-this page.
+A small model answers products of two numbers of two digits, as `57*83`. On one side it acts with a
+[calculator](environments.md), on the other it writes the product itself, in one turn. The table has the share of
+{NUM_HELD_OUT} held-out products that it answers rightly, greedily, before GRPO (step 0) and during it.
+`make environments` writes this page.
 
 ```
 make environments
 ```
 
-A Llama of 90,000 parameters is fine-tuned on conversations. In every other one the assistant calls a calculator; in the
-others it gives the product alone, which the model cannot learn. From there GRPO learns by the reward `arithmetic`, from
-32 prompts a step with 8 answers each. With `task.environment=calculator` a call has a result. Without an environment it
-has none, and an answer is one turn. The settings were chosen by another seed.
-
-Python {platform.python_version()}, {versions}; {os.cpu_count()} cores.
+{_verdict(outcomes)}
 
 {_table(outcomes)}
 
-CPU seconds are the cost: other work on the same cores makes the seconds of the clock longer. The fine-tuning before it
-took {sft_seconds} CPU seconds.
+Python {platform.python_version()}, {versions}; {os.cpu_count()} cores. CPU seconds are those of all
+processes of a run, from its start to its end.
+
+## What it learns
+
+The mean calls in an answer to a held-out product show whether the model has learned to call. Beside them are wrong
+answers to training prompts, as `rollouts.jsonl` keeps them, of the second half of the steps. In those "with the right
+result" the tool gave the product, and the model copied it wrongly.
+
+{_table_of_calls([one for one in outcomes if one.side is ACTED])}
+
+## What is compared
+
+Both sides are a Llama of 90,000 parameters with random weights, for which each digit is a token. Both are fine-tuned
+for {SFT_STEPS} steps of 32 sequences on conversations about the same products, with the same settings.
+
+* **With a calculator**: in half of the conversations the assistant calls the calculator and reads its result before it
+  answers; in the others it gives the product alone. So the model must learn from the reward when to call.
+* **In one turn**: the assistant gives the product alone in each conversation. These are shorter, so the model sees more
+  of them in as many steps.
+
+From there GRPO goes on for {GRPO_STEPS} steps with the reward `arithmetic` alone: 32 prompts a step, 8 answers to each.
+Neither sees a held-out product. The sides differ in `task.environment=calculator` and `task.max_turns=3`.
+
+The settings were tried by seed 0. There the side with a calculator went from 62.5% to 80.5%, and one turn from 3.0% to
+0.5%; with `optimizer.lr=1e-4` one turn ended at 0.5%, too. The tables have other seeds.
 """
 
 
@@ -160,9 +256,9 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         write_rows(folder)
-        outcomes = [learn(folder, seed) for seed in SEEDS]
-    Path(sys.argv[1]).write_text(describe(outcomes), encoding="utf-8")
-    return 0 if all(one.is_better for one in outcomes) else 1
+        pairs = [(learn(folder, seed, ACTED), learn(folder, seed, PLAIN)) for seed in SEEDS]
+    Path(sys.argv[1]).write_text(describe([one for pair in pairs for one in pair]), encoding="utf-8")
+    return 0 if all(is_better(*pair) for pair in pairs) else 1
 
 
 if __name__ == "__main__":
