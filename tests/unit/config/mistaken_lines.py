@@ -336,6 +336,8 @@ LINES = [
     f"{PAIRS} data.texts.query_prompt=query",
     f"{EMBED} task.loss=triplet",
     f"{EMBED} task.margin=1",
+    f"{EMBED} task.loss=triplet task.margin=0.2 task.scale=10",
+    f"{EMBED} task.loss=triplet task.margin=0.2 task.mask_duplicates=true",
     f"{EMBED} task.matryoshka=[64,64]",
     f"{EMBED} data.texts.max_tokens=5000",
     # islands
