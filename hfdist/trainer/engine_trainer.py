@@ -135,16 +135,6 @@ class EngineTrainer(transformers.Trainer):
         with self.router_loss.training(hooks):
             return self.engine.forward_backward(inputs, num_items_in_batch, hooks)
 
-    def _prepare_input(self, data: Any) -> Any:
-        """As the original, which also asks for the device of each tensor that lies there already."""
-        is_there = isinstance(data, torch.Tensor) and self.engine is not None and data.device == self._device
-        # DeepSpeed may want another dtype.
-        return data if is_there and not self.is_deepspeed_enabled else super()._prepare_input(data)
-
-    @cached_property
-    def _device(self) -> torch.device:
-        return self.args.device
-
     def compute_loss(
         self,
         model: nn.Module,
