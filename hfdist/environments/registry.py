@@ -38,8 +38,7 @@ def load_environment(task: TaskConfig) -> Factory:
     """Find `task.environment`, and import the package that offers it.
 
     Raises:
-        ConfigError: no installed package offers it, a package is missing, this machine cannot confine programs, or what
-            is offered makes no environment.
+        ConfigError: no installed package offers it, a package is missing, or what is offered makes no environment.
     """
     name = task.environment
     assert name is not None
@@ -51,9 +50,6 @@ def load_environment(task: TaskConfig) -> Factory:
     if name == "openenv":
         assert task.environment_url is not None  # checked with the config
         return partial(OpenEnv, task.environment_url, task.environment_seconds)
-    if name == "code":
-        # An error where programs cannot be confined.
-        code([Generation(prompt="", text="", reference="assert True")])
     if name in BUILT_IN:
         return BUILT_IN[name]
     expected = "a class without arguments that derives from hfdist.environments.Environment"
@@ -72,8 +68,13 @@ def load_environment(task: TaskConfig) -> Factory:
 
 
 def check_environment(task: TaskConfig) -> None:
-    """Check `task.environment`, and its server where it has one; ConfigError: see `load_environment`, or no answer."""
+    """Check `task.environment`, its server where it has one, and the sandbox where programs run.
+
+    ConfigError: see `load_environment`; the server does not answer, or this machine cannot confine programs.
+    """
     load_environment(task)
+    if task.environment == "code":
+        code([Generation(prompt="", text="", reference="assert True")])
     if task.environment == "openenv":
         assert task.environment_url is not None  # checked with the config
         try:

@@ -141,10 +141,8 @@ class Acting:
         score: Score = likeliest
         extras: Batch = {}
         if seeds is not None:
-            task = self._task
-            sampling = Sampling(temperature=task.temperature, top_k=task.top_k, top_p=task.top_p)
             own = [0 if one.place < 0 else seeds[one.place] for one in asked]
-            score, extras = make_score(own, sampling, before=[one.num_before for one in asked])
+            score, extras = make_score(own, Sampling.of(self._task), before=[one.num_before for one in asked])
         extras[BUDGETS] = torch.tensor([one.budget for one in asked])
         return continue_rows(
             [one.tokens for one in asked],

@@ -113,7 +113,6 @@ class Embeddings(Objective):
         found = [Places.of(batch) for batch in batches]
         with evaluating(self._training, are_training=True) as forward:
             embeddings, own = self._embed(batches, forward)
-        self._training.model.train()
         texts = self._gather_texts(embeddings.requires_grad_(), batches, found)
         with torch.enable_grad():
             losses = losses_of(texts, self._task)

@@ -18,11 +18,8 @@ from hfdist.collectives import gather_json
 from hfdist.config.batch import IGNORED
 from hfdist.strategies.engine import Batch
 from hfdist.topology import Topology
-from hfdist.tune.rollout_rows import REWARDS, STEP_ENDS, TRAINS, are_answered
+from hfdist.tune.rollout_rows import LEAST_TOKENS, REWARDS, STEP_ENDS, TRAINS, are_answered
 from hfdist.tune.step_rewards import differ
-
-_LEAST_TOKENS = 2
-"""Tokens of the rows of a batch of which no prompt trains: of one alone no next token is predicted."""
 
 
 def keep_live(batches: Sequence[Batch], num_trained: int, num_answers: int, topology: Topology) -> list[Batch]:
@@ -69,7 +66,7 @@ def _select(batch: Batch, stays: torch.Tensor, num_answers: int) -> Batch:
         return {name: values[stays] for name, values in batch.items()}
     few = {name: values[:num_answers] for name, values in batch.items()}
     of_tokens = [name for name, values in few.items() if values.ndim > 1 and name not in (REWARDS, STEP_ENDS)]
-    few |= {name: few[name][:, :_LEAST_TOKENS] for name in of_tokens}
+    few |= {name: few[name][:, :LEAST_TOKENS] for name in of_tokens}
     few |= {name: torch.full_like(few[name], -1) for name in (STEP_ENDS,) if name in few}
     few |= {name: torch.ones_like(few[name]) for name in (TRAINS,) if name in few}
     return few | {"labels": torch.full_like(few["labels"], IGNORED)}

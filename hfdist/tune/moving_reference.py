@@ -55,7 +55,6 @@ class FollowedPreferences(Preferences):
         """Ask the reference; see the base class."""
         with evaluating(self._training, are_training=True) as forward:
             self._learn(batches, forward)
-        self._training.model.train()
         return super().begin_step(batches, hooks)
 
     def begin_evaluation(self, batches: Iterable[Batch], forward: Forward) -> None:

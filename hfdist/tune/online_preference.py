@@ -23,11 +23,8 @@ from hfdist.tune.own_answers import OwnAnswers
 from hfdist.tune.preference import Preferences
 from hfdist.tune.reference import REFERENCE, log_probabilities_of_answers
 from hfdist.tune.rollout import Rollouts
-from hfdist.tune.rollout_rows import REWARDS
+from hfdist.tune.rollout_rows import LEAST_TOKENS, REWARDS
 from hfdist.tune.shared_values import share_values
-
-_LEAST_TOKENS = 2
-"""Tokens of a row: of one alone no next token is predicted."""
 
 
 class OnlinePreferences(OwnAnswers):
@@ -55,7 +52,6 @@ class OnlinePreferences(OwnAnswers):
         of_answers = partial(log_probabilities_of_answers, self._training.head)
         with evaluating(self._training, are_training=True) as forward, self._kept().in_place():
             pairs = [batch | {REFERENCE: share_values(self._training, batch, forward, of_answers)} for batch in pairs]
-        self._training.model.train()
         return self._pairs.begin_step(pairs, hooks)
 
     def loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
@@ -79,7 +75,7 @@ def pair_up(batch: Batch, num_answers: int) -> Batch:
     """
     totals = batch[REWARDS].sum(1).tolist()
     rows = [_join(batch, range(first, first + num_answers), totals) for first in range(0, len(totals), num_answers)]
-    width = max(_LEAST_TOKENS, *(len(row["labels"]) for row in rows))
+    width = max(LEAST_TOKENS, *(len(row["labels"]) for row in rows))
     # What fills a row is a document of its own, of any tokens.
     filler = torch.arange(width)
     filling = {"input_ids": filler * 0, "labels": filler * 0 + IGNORED, "position_ids": filler}

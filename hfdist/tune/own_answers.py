@@ -52,6 +52,7 @@ class OwnAnswers(Objective):
     def answer(self, batches: Sequence[Batch]) -> list[Batch]:
         """Have the prompts of a step answered; give the answers with their rewards. A collective."""
         answered, figures = self._rollouts.answer(batches, self._forwarding)
+        # Also where generators have answered, and the last evaluation has left it otherwise: figures go by it.
         self._training.model.train()
         self._note_answers(figures)
         return answered

@@ -80,7 +80,6 @@ class PolicyGradient(OwnAnswers):
         if self._reference is not None:
             with evaluating(self._training, are_training=True) as forward:
                 answered = self._compare(answered, forward, self._reference)
-            self._training.model.train()
         if self._reference is not None and self._loss.takes_kl_off:
             answered = [self._take_divergence_off(batch) for batch in answered]
         return add_advantages(answered, self._loss, task, data_rank=topology.data_rank)

@@ -193,7 +193,7 @@ class Rollouts:
             seeds,
             forward,
             self._limits,
-            Sampling(temperature=self._task.temperature, top_k=self._task.top_k, top_p=self._task.top_p),
+            Sampling.of(self._task),
             topology=self._topology,
             rows_at_once=self._rows_at_once,
             uses_cache=self._uses_cache,

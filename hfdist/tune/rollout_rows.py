@@ -23,6 +23,9 @@ TRAINS = "trains"
 OLD_LOG_PROBABILITIES = "old_log_probabilities"
 """Key in a batch of generators' answers: log-probabilities of the tokens when they were drawn; shape [rows, tokens]."""
 
+LEAST_TOKENS = 2
+"""Tokens of a row at least: of one alone no next token is predicted."""
+
 
 def fill_id(tokenizer: PreTrainedTokenizerBase) -> int:
     """Give the token that fills up rows."""
@@ -54,7 +57,7 @@ def read_examples(batch: Batch, room: int | None) -> list[Example]:
 def make_rows(prompts: Sequence[Sequence[int]], answers: Sequence[Answer], *, fill_id: int) -> Batch:
     """Make a batch with a prompt and its answer in each row; the tokens that the model has drawn are targets."""
     lengths = [len(prompt) + len(answer.tokens) for prompt, answer in zip(prompts, answers, strict=True)]
-    width = max(2, *lengths)
+    width = max(LEAST_TOKENS, *lengths)
     batch = {
         "input_ids": torch.full((len(lengths), width), fill_id),
         "labels": torch.full((len(lengths), width), IGNORED),

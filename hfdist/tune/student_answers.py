@@ -81,12 +81,11 @@ class StudentAnswers:
                 [answer_seeds(self._seed, number, 1)[0] for number in prompt_numbers(training, len(prompts))],
                 forward,
                 self._limits,
-                Sampling(temperature=self._task.temperature, top_k=self._task.top_k, top_p=self._task.top_p),
+                Sampling.of(self._task),
                 topology=training.strategy.topology,
                 rows_at_once=training.strategy.batch.micro_batch_size,
                 uses_cache=self._uses_cache,
             )
-        training.model.train()
         answers = [Answer.of(tokens if prompt else []) for prompt, tokens in zip(prompts, sampled, strict=True)]
         firsts = [sum(counts[:place]) for place in range(len(counts))]
         return [

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
+from hfdist.config.task import TaskConfig
 from hfdist.strategies.engine import Batch, Forward
 from hfdist.topology import Topology
 from hfdist.trainer.generation.continuation import continue_rows
@@ -37,6 +38,11 @@ class Sampling:
     """Number of the likeliest tokens that one is drawn from, >= 1; None: all tokens."""
     top_p: float = 1.0
     """A token is drawn from the fewest likeliest ones whose probabilities sum to this; > 0, and 1: all tokens."""
+
+    @classmethod
+    def of(cls, task: TaskConfig) -> Sampling:
+        """Make that of a task."""
+        return cls(temperature=task.temperature, top_k=task.top_k, top_p=task.top_p)
 
     def warpers(self) -> LogitsProcessorList:
         """Give what changes logits, in the order of transformers' `generate`."""

@@ -20,7 +20,7 @@ def evaluating(training: Training, *, are_training: bool = False) -> Iterator[Fo
 
     Args:
         training: of the Trainer, which has an engine.
-        are_training: they are part of a training step, and the clock goes on.
+        are_training: they are part of a training step: the clock goes on, and the model trains again at the end.
     """
     trainer, engine, args = training.trainer, training.engine, training.args
     is_before_deepspeed = trainer.is_deepspeed_enabled and trainer.model_wrapped is trainer.model
@@ -51,3 +51,5 @@ def evaluating(training: Training, *, are_training: bool = False) -> Iterator[Fo
     model.eval()
     with nullcontext() if are_training else training.paused():
         yield forward
+    if are_training:
+        training.model.train()

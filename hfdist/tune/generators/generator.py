@@ -51,8 +51,7 @@ class Generator:
         self._uses_cache = can_generate(self._model, Topology())
         self._version_read: tuple[int, int] | None = None
         """Rollback and version of the policy that the model has."""
-        task = self._config.task
-        self._sampling = Sampling(temperature=task.temperature, top_k=task.top_k, top_p=task.top_p)
+        self._sampling = Sampling.of(self._config.task)
 
     def answer(self, rollback: int, version: int, prompts: Sequence[dict[str, Any]]) -> list[dict[str, object]]:
         """Answer prompts by a version of the policy.
