@@ -8,7 +8,7 @@ import pytest
 from hfdist.config.composition.compose import compose_config
 from hfdist.data import are_chats, open_corpus
 from hfdist.errors import DataError
-from hfdist.run.summary import advise
+from hfdist.run.data_advice import advise
 from hfdist.tune.student_answers import check_prompts
 
 CHAT = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}

@@ -20,7 +20,8 @@ from hfdist.data.tokenization.encoders import Encoders
 from hfdist.data.tokenization.text_encoder import text_digest
 from hfdist.errors import CheckpointError, ConfigError, DataError
 from hfdist.models.tokenizer import train_bpe
-from hfdist.run.summary import preview, survey
+from hfdist.run.preview import preview
+from hfdist.run.survey import survey
 from tests.unit.data.chat_styles import chat_tokenizer
 from tests.unit.data.document_batches import one_by_one
 
