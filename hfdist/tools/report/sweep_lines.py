@@ -1,0 +1,59 @@
+"""A sweep as parallel coordinates: an upright axis for each key and for the metric, and a line a trial across them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hfdist.records.trials import Trial
+from hfdist.tools.report.drawing.chart import colour
+from hfdist.tools.report.swept import Scale, swept_keys
+from hfdist.tools.report.text import escaped
+from hfdist.units import short
+
+_WIDTH, _HEIGHT, _TOP, _BOTTOM, _SIDE = 1000, 320, 24, 34, 70
+"""Of the picture and its margins, in its own unit."""
+
+
+def draw_lines(trials: Sequence[Trial], metric: str) -> str:
+    """Draw trials with a value of the metric, the best first; nothing for fewer than two keys: a chart has it all."""
+    keys = swept_keys(trials)
+    if len(keys) < 2:
+        return ""
+    scales = [Scale.of(key, [trial.values[key] for trial in trials if key in trial.values]) for key in keys]
+    scales.append(Scale.of(metric, [trial.value for trial in trials]))
+    places = [_SIDE + place * (_WIDTH - 2 * _SIDE) / (len(scales) - 1) for place in range(len(scales))]
+    # The best is drawn last, on top of the others.
+    lines = []
+    for rank, trial in reversed(list(enumerate(trials))):
+        values = [*(trial.values.get(key) for key in keys), trial.value]
+        points = " ".join(
+            f"{x:.1f},{_up(scale.share(value)):.1f}"
+            for x, scale, value in zip(places, scales, values, strict=True)
+            # A key that has no part in this trial.
+            if value is not None
+        )
+        is_good = 4 * rank < len(trials)
+        look = f'class="line {colour(0) if rank == 0 else "rest"}"' + ("" if is_good else ' opacity="0.3"')
+        lines.append(f'<polyline {look} points="{points}"><title>trial {trial.number}</title></polyline>')
+    axes = "".join(_axis(x, name, scale) for x, name, scale in zip(places, [*keys, metric], scales, strict=True))
+    words = f"Each line is a trial, over its values and {escaped(metric)}; blue is the best one, faint is no good one."
+    return (
+        f'<figure class="chart"><svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{words}" font-size="13" '
+        f'fill="currentColor">{"".join(lines)}{axes}</svg><p class="axis">{words}</p></figure>'
+    )
+
+
+def _axis(x: float, name: str, scale: Scale) -> str:
+    low, high = short(scale.low), short(scale.high)
+    if scale.names:
+        low, high = escaped(scale.names[0], 16), escaped(scale.names[-1], 16)
+    return (
+        f'<g class="grid"><line x1="{x:.1f}" x2="{x:.1f}" y1="{_up(0)}" y2="{_up(1)}"/></g>'
+        f'<text x="{x:.1f}" y="{_HEIGHT - 6}" text-anchor="middle">{escaped(name, 28)}</text>'
+        f'<text x="{x + 4:.1f}" y="{_up(0) + 12}">{low}</text><text x="{x + 4:.1f}" y="{_up(1) - 6}">{high}</text>'
+    )
+
+
+def _up(share: float) -> float:
+    """Give the y of a share of an axis, from 0 at the bottom to 1 at the top."""
+    return _TOP + (1 - share) * (_HEIGHT - _TOP - _BOTTOM)
