@@ -202,7 +202,7 @@ class Run(RunState):
                 finally:
                     self.preemption.check(config.run.dir)
             # For a run without checkpoints; with checkpoints, the last save has written the ledger.
-            trainer.checkpointer.write_ledger()
+            trainer.checkpointer.data.write_ledger()
             finish(self, self.parts)
             self.budget.check()
         if self.not_uploaded is not None:

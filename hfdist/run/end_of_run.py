@@ -14,6 +14,7 @@ from hfdist.run.export.deliver import deliver
 from hfdist.run.parts.part import Part
 from hfdist.run.peak_memory import largest_peaks
 from hfdist.run.state import Outcome, RunState
+from hfdist.trainer.checkpointing.log_history import held_out_loss_of
 from hfdist.trainer.trainer import Trainer
 
 logger = logging.getLogger(__name__)
@@ -23,10 +24,10 @@ def finish(run: RunState, parts: Sequence[Part]) -> None:
     """Evaluate and export, then let each part finish on rank 0. All ranks call it."""
     trainer = run.trainer
     peaks = gather_json(largest_peaks(trainer.args.device))
-    reports = trainer.checkpointer.data_reports()
+    reports = trainer.checkpointer.data.reports()
     loss, step = None, trainer.state.global_step
     if run.data.held_out is not None:
-        loss = trainer.checkpointer.last_held_out_loss()
+        loss = held_out_loss_of(trainer.state)
         loss = float(trainer.evaluate()["eval_loss"]) if loss is None else loss
     if run.config.evaluate.export is Export.best:
         loss, step = _take_best(trainer, loss)
@@ -63,7 +64,7 @@ def _wait_for_rank_zero(run: RunState) -> None:
 
 def _take_best(trainer: Trainer, last_loss: float | None) -> tuple[float | None, int]:
     """Put the weights of the best checkpoint into the model; give their held-out loss and step."""
-    best, last_step = trainer.checkpointer.find_best(), trainer.state.global_step
+    best, last_step = trainer.checkpointer.folder.find_best(), trainer.state.global_step
     if best is None:
         logger.warning("no checkpoint was evaluated: the model is that of the last step")
         return last_loss, last_step

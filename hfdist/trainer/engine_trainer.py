@@ -302,7 +302,7 @@ class EngineTrainer(transformers.Trainer):
         """Write a Hub folder; no rank needs to hold the whole model. Call it on all ranks."""
         if self.engine is None:
             super().save_model(output_dir, _internal_call)
-        elif not self.checkpointer.asks_class:
+        elif not self.checkpointer.files.asks_class:
             with self._optimizers.evaluating(self.engine):
                 self.checkpointer.export(Path(str(output_dir or self.args.output_dir)))
             if self.args.push_to_hub and not _internal_call:

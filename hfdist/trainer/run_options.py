@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from hfdist.config.composition.python_words import speaking_python
 from hfdist.models.loss import LossHead
-from hfdist.trainer.checkpointing.checkpointer import SaveOptions
+from hfdist.trainer.checkpointing.save_options import SaveOptions
 from hfdist.trainer.engine_trainer import EngineTrainer
 from hfdist.trainer.evaluation.loop import Measure
 from hfdist.trainer.fault_tolerance.skip_counter import Tolerance

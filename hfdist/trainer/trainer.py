@@ -320,7 +320,7 @@ class DistributedTrainerMixin(_Trainer):
         """As the original; after an error, it lets a running save end first."""
         with self.options.telling(), self.checkpointer.waiting_at_errors():
             if resume_from_checkpoint and self.engine is not None:
-                resume_from_checkpoint = self.checkpointer.find_start(resume_from_checkpoint)
+                resume_from_checkpoint = self.checkpointer.folder.find_start(resume_from_checkpoint)
             self._check_lengths()
             return super().train(resume_from_checkpoint, *args, **kwargs)
 
@@ -489,7 +489,7 @@ class DistributedTrainerMixin(_Trainer):
         """Read what the next training line says of speed, routers and what the run adds. A collective."""
         self._agree_on_tokens()
         self._figures = self.throughput.read(self.state.global_step) | self.router_loss.read() | self.options.figures()
-        self._figures |= self.checkpointer.replica_figures()
+        self._figures |= self.checkpointer.log.replica_figures()
         self._figures |= {} if self.islands is None else self.islands.figures()
         if self.options.objective is not None:
             self._figures |= self.options.objective.figures(trains=True)

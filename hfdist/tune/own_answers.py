@@ -10,7 +10,7 @@ from transformers import TrainerCallback
 
 from hfdist.config.task import TaskConfig
 from hfdist.strategies.engine import Batch, Forward
-from hfdist.trainer.checkpointing.checkpointer import OuterState
+from hfdist.trainer.checkpointing.save_options import OuterState
 from hfdist.trainer.step.forwards import evaluating
 from hfdist.trainer.step.objective import Objective
 from hfdist.trainer.training import Training

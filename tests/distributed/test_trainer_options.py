@@ -105,7 +105,7 @@ def test_the_checkpoints_of_a_trial_stand_in_a_folder_of_its_own(tmp_path):
     trainer = make_trainer(tmp_path, arguments=SAVING)
     # As Optuna's backend and `train(trial=...)` leave it.
     trainer.hp_search_backend, trainer._trial = HPSearchBackend.OPTUNA, SimpleNamespace(number=3)
-    assert trainer.checkpointer.folder == tmp_path / "run-3"
+    assert trainer.checkpointer.folder.path == tmp_path / "run-3"
 
 
 @on_ranks(2)

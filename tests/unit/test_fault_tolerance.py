@@ -179,7 +179,7 @@ def start(port, world_size):
 
 def guard_of(engine, **named):
     training = SimpleNamespace(accelerator=SimpleNamespace(scaler=None), engine=engine, stream=object(), callbacks=[])
-    checkpointer = SimpleNamespace(has_own=False, find_own=lambda: None)
+    checkpointer = SimpleNamespace(folder=SimpleNamespace(has_own=False), find_own=lambda: None)
     given = {"replicas": None, "came_from": None, "log_skipped": lambda: None} | named
     return NonfiniteGuard(training, checkpointer, Tolerance(), **given)
 

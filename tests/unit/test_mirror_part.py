@@ -39,7 +39,7 @@ def run_of(tmp_path, *overrides, mirror="file://{}/mirror"):
         preemption=Preemption(),
         uploader=None,
         recorder=None,
-        trainer=SimpleNamespace(checkpointer=SimpleNamespace(report_uploads=lambda: None)),
+        trainer=SimpleNamespace(checkpointer=SimpleNamespace(log=SimpleNamespace(add_uploads=lambda: None))),
     )
 
 

@@ -175,7 +175,7 @@ def _wait(run: RunState, is_given_up: Callable[[], bool] = lambda: False) -> Non
             logger.info("waiting for the mirror%s", so_far)
             line += _LINE_SECONDS
         next_seconds = min(_LOOK_SECONDS, max(end - time.monotonic(), 0.0))
-    run.trainer.checkpointer.report_uploads()
+    run.trainer.checkpointer.log.add_uploads()
     if own and uploader.newest_step != step_of(own[-1].name):
         there = "no checkpoint" if uploader.newest_step is None else f"step {uploader.newest_step:,} as its newest"
         why = "" if is_done or not is_late else f" after checkpoint.mirror_minutes={minutes:g}"

@@ -1,8 +1,10 @@
-"""Which entries of `state.log_history` a run and its checkpoints keep."""
+"""Which entries of `state.log_history` a run and its checkpoints keep, and what they say of held-out data."""
 
 from __future__ import annotations
 
 from collections import Counter
+
+from transformers import TrainerState
 
 NUM_ENTRIES = 1000
 """Evaluations that a checkpoint holds at most, and other entries; metrics.jsonl has all of them."""
@@ -31,3 +33,9 @@ def drop_old(log_history: list[dict[str, float]]) -> None:
 def newest_losses(log_history: list[dict[str, float]]) -> list[float]:
     """Give the held-out losses of the newest `NUM_ENTRIES` evaluations, oldest first; a resume does not change them."""
     return [entry[_LOSS] for entry in log_history if _LOSS in entry][-NUM_ENTRIES:]
+
+
+def held_out_loss_of(state: TrainerState) -> float | None:
+    """The held-out loss, if this very step was evaluated. Any one rank may call it."""
+    last = next((entry for entry in reversed(state.log_history) if _LOSS in entry), None)
+    return float(last[_LOSS]) if last is not None and last["step"] == state.global_step else None

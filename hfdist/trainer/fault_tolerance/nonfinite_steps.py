@@ -185,12 +185,12 @@ class NonfiniteGuard:
     # ---- going back ----
 
     def _roll_back(self, step: int, failure: Callable[[], NumericsError]) -> bool:
-        has_checkpoint = self._checkpointer.has_own or self._came_from is not None
+        has_checkpoint = self._checkpointer.folder.has_own or self._came_from is not None
         can_roll_back = has_checkpoint and self._counter.may_roll_back and self._training.stream is not None
         checkpoint = self._find_checkpoint() if can_roll_back else None
         if checkpoint is None:
             # For the audit, which the hints name; a start from the last checkpoint cuts it off again.
-            self._checkpointer.write_ledger()
+            self._checkpointer.data.write_ledger()
             raise failure()
         self._counter.roll_back(step)
         self._deferred = False, False

@@ -60,7 +60,7 @@ class RoundIsland(IslandCallback):
         stream, keeper, share = self._training.stream, self._checkpointer, None
         if stream is not None and stream.shares is not None:
             data_size = self._training.strategy.topology.data
-            share = DataShare(stream, data_size, self._cursor, keeper.write_ledger)
+            share = DataShare(stream, data_size, self._cursor, keeper.data.write_ledger)
         self._data_share = share
         self._rounds = Rounds(self._config, job, self._outer, lambda: list(keeper.pieces()), share)
         self._begin(self._outer.step)
@@ -132,7 +132,7 @@ class RoundIsland(IslandCallback):
             self._proximal.begin_round()
 
     def _cursor(self) -> Cursor:
-        cursor = self._checkpointer.merged_cursor()
+        cursor = self._checkpointer.data.merged_cursor()
         assert cursor is not None
         return cursor
 

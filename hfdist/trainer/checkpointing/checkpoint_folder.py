@@ -1,0 +1,118 @@
+"""The folder of a Trainer's checkpoints: their names, which of them are its own, and which of them stay."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+from hfdist.checkpoint import Keep, find_newest, prune, verify_together
+from hfdist.checkpoint.folder import by_held_out_loss, list_checkpoints, original_name, remove_unfinished, step_name
+from hfdist.collectives import on_rank_zero
+from hfdist.records import RunFolder
+from hfdist.trainer.checkpointing.find import check_is_checkpoint, first_sound, newest_of
+from hfdist.trainer.checkpointing.save_options import SaveOptions
+from hfdist.trainer.training import Training
+
+
+class CheckpointFolder:
+    """The folder of a run has no checkpoints but the run's own. A folder from Python may have those of others."""
+
+    def __init__(self, training: Training, options: SaveOptions) -> None:
+        self._training, self._options = training, options
+        self._own_names: set[str] = set()
+        """Names of the checkpoints that this training has saved or gone on from."""
+
+    @property
+    def _is_of_run(self) -> bool:
+        return self._options.run_values is not None
+
+    @property
+    def path(self) -> Path:
+        """The folder: within that of a run; from Python, where the original has it, a trial's too."""
+        trainer = self._training.trainer
+        folder = Path(trainer._get_output_dir(getattr(trainer, "_trial", None)))
+        return RunFolder(folder).checkpoints if self._is_of_run else folder
+
+    def path_of(self, step: int) -> Path:
+        """Give the path of the checkpoint of a step."""
+        return self.path / (step_name if self._is_of_run else original_name)(step)
+
+    # ---- the training's own checkpoints ----
+
+    def begin(self) -> None:
+        """Know none, as a training begins."""
+        self._own_names = set()
+
+    def add_own(self, checkpoint: Path) -> None:
+        """Take a checkpoint for one of this training, if it lies in the folder."""
+        if checkpoint.resolve().parent == self.path.resolve():
+            self._own_names.add(checkpoint.resolve().name)
+
+    @property
+    def has_own(self) -> bool:
+        """Whether this training has saved a checkpoint, or has begun with one of the folder."""
+        return bool(self._own_names)
+
+    def is_own(self, checkpoint: Path) -> bool:
+        """Whether a checkpoint of the folder is of this training; one of an earlier start of the run is, too."""
+        return self._is_of_run or checkpoint.name in self._own_names
+
+    def find_own(self) -> Path | None:
+        """Give the newest checkpoint of this training that verifies; None: there is none. A collective."""
+        if self._is_of_run:
+            return find_newest(self.path)
+        own = on_rank_zero(lambda: [str(path) for path in list_checkpoints(self.path) if self.is_own(path)])
+        return first_sound(reversed(own))
+
+    def find_best(self) -> tuple[Path, float] | None:
+        """Give the run's checkpoint with the lowest held-out loss that verifies, and the loss. A collective."""
+        losses = dict(on_rank_zero(lambda: [(str(path), loss) for path, loss in by_held_out_loss(self.path)]))
+        found = first_sound(losses)
+        return None if found is None else (found, float(losses[str(found)]))
+
+    def find_start(self, asked: str | bool) -> str:
+        """Give the checkpoint of this path, or for True the newest of the folder that verifies. A collective.
+
+        Raises:
+            CheckpointError: it is none, or it is damaged; or the folder has none that verifies.
+        """
+        if asked is True:
+            return str(newest_of(self.path))
+        path = Path(str(asked))
+        check_is_checkpoint(path)
+        if not self._is_of_run:
+            # A run has verified what it gives.
+            verify_together(path)
+        return str(path)
+
+    # ---- which ones stay ----
+
+    def note_best(self) -> None:
+        """Name the checkpoint with the best metric so far in the Trainer's state, if there is one or will be."""
+        state = self._training.state
+        if not state.best_global_step:
+            return
+        path = self.path_of(state.best_global_step)
+        is_known = state.best_global_step == state.global_step or state.best_model_checkpoint == str(path)
+        if is_known or on_rank_zero(path.is_dir):
+            state.best_model_checkpoint = str(path)
+
+    def keep(self) -> Keep | None:
+        """Say which checkpoints stay after a save of this step; None: all."""
+        limit, state = self._training.args.save_total_limit, self._training.state
+        # As in the original, 0 and less mean all.
+        keep: Keep | None = self._options.keep or (Keep(newest=limit) if limit and limit > 0 else None)
+        if keep is None:
+            return None
+        # Not only the latest steps: an earlier training that went further may have used the folder.
+        named = {self.path_of(state.global_step).name, Path(state.best_model_checkpoint or "").name}
+        uploader = self._options.uploader
+        return replace(keep, named=frozenset(named), held=frozenset() if uploader is None else uploader.held)
+
+    def tidy(self) -> None:
+        """Remove what a run that was killed after its last save has left: no later save may come to do it."""
+        keep = self.keep()
+        if self.path.is_dir():
+            remove_unfinished(self.path)
+            if keep is not None:
+                prune(self.path, keep)
