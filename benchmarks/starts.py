@@ -53,8 +53,8 @@ def stop_after_the_first_step(marks: Marks) -> Any:
 
 def start_hfdist(marks: Marks, folder: str) -> None:
     """The steps of recipes/pretrain.py."""
-    from hfdist.config.cli.command import quick_imports
     from hfdist.config.composition.compose import compose_config
+    from hfdist.garbage_collector import quick_imports
 
     config = compose_config([
         "model=tiny", "strategy=single", "data.workers=0", f"data.sequence_length={SEQUENCE_TOKENS}",

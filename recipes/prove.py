@@ -5,8 +5,9 @@ accelerate launch --config_file conf/launch/cpu_2.yaml recipes/prove.py strategy
 
 from pathlib import Path
 
-from hfdist.config.cli.command import quick_imports, recipe
+from hfdist.config.cli.command import recipe
 from hfdist.config.run import RunConfig
+from hfdist.garbage_collector import quick_imports
 from hfdist.run import prepare_run
 
 

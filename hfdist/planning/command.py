@@ -9,16 +9,17 @@ import sys
 from collections.abc import Sequence
 from contextlib import redirect_stdout
 
+from hfdist.config.checks.offline import go_offline
 from hfdist.config.checks.paths import check_model_paths
 from hfdist.config.checks.preflight import plan_run
 from hfdist.config.cli.about_run import MEANINGS, read_line
 from hfdist.config.cli.arguments import as_command
-from hfdist.config.cli.command import go_offline, quick_imports
 from hfdist.config.hardware import CPU, Hardware, read_hardware
 from hfdist.config.paths import expand_user
 from hfdist.config.plan import GROUP, SECTION, compose_plan
 from hfdist.config.run import AUTO, RunConfig
 from hfdist.errors import ConfigError, ResourceError
+from hfdist.garbage_collector import quick_imports
 from hfdist.planning.request import PlanRequest
 from hfdist.topology import read_launcher
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from hfdist.config.cli.command import quick_imports
 from hfdist.config.run import RunConfig
+from hfdist.garbage_collector import quick_imports
 from hfdist.processes.startup import reporting
 
 if TYPE_CHECKING:

@@ -23,7 +23,7 @@ def spend(code):
     return time.process_time() - begin, sorted(set(sys.modules) - before)
 spent = {{
     "config": spend("import hfdist, hfdist.config.run, hfdist.topology"),
-    "recipe": spend("from hfdist.config.cli.command import quick_imports; import recipes.pretrain"),
+    "recipe": spend("from hfdist.garbage_collector import quick_imports; import recipes.pretrain"),
     "libraries": spend("with quick_imports(): from transformers import Trainer, TrainingArguments"),
     "run": spend({RUN!r}),
     "strategy": spend("import hfdist.strategies.select"),
@@ -67,7 +67,7 @@ def test_it_costs_a_fraction_of_the_libraries(spent):
 
 KEPT = """
 import gc
-from hfdist.config.cli.command import quick_imports
+from hfdist.garbage_collector import quick_imports
 before = gc.get_freeze_count()
 with quick_imports():
     assert not gc.isenabled()

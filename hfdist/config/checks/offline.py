@@ -1,4 +1,4 @@
-"""What needs a connection, where --offline rules it out."""
+"""--offline: the libraries are told, and what needs a connection is refused."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from hfdist.config.run import RunConfig
 from hfdist.errors import ConfigError
 
 OFFLINE_FLAG = "--offline"
+_SWITCHES = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "WANDB_MODE": "offline"}
+"""Read by huggingface_hub, transformers and datasets while they are imported; and by the trackers."""
 _MLFLOW = "MLFLOW_TRACKING_URI"
 _LOCAL_TRACKERS: Mapping[str, tuple[str, ...]] = {
     "tensorboard": (),
@@ -18,6 +20,11 @@ _LOCAL_TRACKERS: Mapping[str, tuple[str, ...]] = {
     "mlflow": (_MLFLOW,),
 }
 """Trackers that write to a folder, unless one of these variables names another machine."""
+
+
+def go_offline() -> None:
+    """Switch the Hub off for this process and its children. Call before any of its libraries is imported."""
+    os.environ.update(_SWITCHES)
 
 
 def check_offline(config: RunConfig) -> None:

@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from hfdist.config.checks.offline import go_offline
 from hfdist.config.cli.arguments import FLAG, as_command, find_run, read_arguments, read_flag, read_number
-from hfdist.config.cli.command import go_offline
 from hfdist.config.composition.compose import compose_config
 from hfdist.config.composition.files import refuse_references
 from hfdist.config.composition.overrides import COMMAND_LINE

@@ -6,8 +6,8 @@ import os
 import sys
 from pathlib import Path
 
+from hfdist.config.checks.offline import go_offline
 from hfdist.config.cli.arguments import FLAG, as_command, read_arguments, read_flag, read_number
-from hfdist.config.cli.command import go_offline
 from hfdist.config.run import AUTO
 from hfdist.tools.doctor.examine import Request, check_alone, report
 from hfdist.tools.doctor.processes import read_processes

@@ -12,10 +12,10 @@ from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 
+from hfdist.config.checks.offline import go_offline
 from hfdist.config.checks.preflight import check_run
 from hfdist.config.cli.about_run import MEANINGS, LineAboutRun, read_line
 from hfdist.config.cli.arguments import as_command
-from hfdist.config.cli.command import go_offline
 from hfdist.config.cli.process_end import print_at_once
 from hfdist.config.composition.overrides import COMMAND_LINE
 from hfdist.config.override_text import as_overrides

@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from hfdist.config.cli import audit
-from hfdist.config.cli.command import _parse_flags, check_request
+from hfdist.config.cli.command import check_request
+from hfdist.config.cli.flags import parse_flags
 from hfdist.config.cli.recipe_names import NAMES, with_task
 from hfdist.config.composition import compose
 from hfdist.errors import HfdistError
@@ -123,7 +124,7 @@ def check(line: str) -> HfdistError | None:
 def _check_run(name: str, arguments: list[str]) -> None:
     is_alone = name in ("pretokenize", "index")
     recipe = "pretrain" if is_alone else NAMES[name][0]
-    flags = _parse_flags(arguments if is_alone else with_task(name, arguments))
+    flags = parse_flags(arguments if is_alone else with_task(name, arguments))
     request = compose.make_request(flags.config_name or recipe, flags.overrides, flags.config_dir)
     config, _ = check_request(request, flags, takes_ranks=not is_alone)
     check_fields(config.model)

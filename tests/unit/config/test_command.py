@@ -10,7 +10,8 @@ from hydra._internal.utils import get_args_parser
 
 from hfdist.config.checks.preflight import plan_run
 from hfdist.config.cli import command
-from hfdist.config.cli.command import _parse_flags, recipe
+from hfdist.config.cli.command import recipe
+from hfdist.config.cli.flags import parse_flags
 from hfdist.config.composition.compose import compose_config
 from hfdist.errors import ConfigError
 from hfdist.launch import launch
@@ -30,7 +31,7 @@ def test_hydras_parser_is_as_we_use_it():
 
 
 def test_flags_and_overrides_in_any_order():
-    flags = _parse_flags(["a=1", "--config-dir", "x", "b=2", "--cfg", "job", "+c=3", "~d"])
+    flags = parse_flags(["a=1", "--config-dir", "x", "b=2", "--cfg", "job", "+c=3", "~d"])
     assert flags.overrides == ["a=1", "b=2", "+c=3", "~d"]
     assert (flags.config_dir, flags.cfg) == ("x", "job")
 
@@ -55,7 +56,7 @@ def test_flags_and_overrides_in_any_order():
 )
 def test_flags_that_are_refused(arguments, words, hint):
     with pytest.raises(ConfigError) as caught:
-        _parse_flags(arguments)
+        parse_flags(arguments)
     assert words in caught.value.what
     if hint is not None:
         assert hint in caught.value.hint
