@@ -13,7 +13,7 @@ from omegaconf import DictConfig
 from hfdist.config.cli.flags import PRINTING_FLAGS
 from hfdist.config.cli.process_end import tolerating_broken_pipe
 from hfdist.config.composition.compose import compose_request, compose_untyped
-from hfdist.config.composition.files import searching
+from hfdist.config.composition.folders import searching
 from hfdist.config.composition.help import describe
 from hfdist.config.composition.request import Request
 from hfdist.topology import read_launcher

@@ -18,9 +18,11 @@ from hfdist.config.checks.urls import refuse_secrets
 from hfdist.config.checks.values import check_config
 from hfdist.config.composition.defaults_list import check_defaults_list
 from hfdist.config.composition.earlier import as_now
-from hfdist.config.composition.files import RUN_DEFAULTS, read_config, refuse_resolver, searching
+from hfdist.config.composition.files import RUN_DEFAULTS, read_config
+from hfdist.config.composition.folders import searching
 from hfdist.config.composition.hydra_errors import explain, explain_interpolation, missing_value
 from hfdist.config.composition.overrides import COMMAND_LINE, prepare_overrides
+from hfdist.config.composition.refused_values import refuse_resolver
 from hfdist.config.composition.request import Request
 from hfdist.config.composition.unknown_keys import check_keys
 from hfdist.config.composition.yaml_text import to_yaml_text

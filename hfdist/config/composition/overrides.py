@@ -18,7 +18,7 @@ from hfdist.config.checks.deepspeed import PLACE, read_deepspeed_file
 from hfdist.config.checks.paths import mixture_hint
 from hfdist.config.checks.urls import refuse_secrets
 from hfdist.config.composition.aliases import override_for, reason_against
-from hfdist.config.composition.files import refuse_target
+from hfdist.config.composition.refused_values import refuse_target
 from hfdist.config.conf_folder import list_groups, list_options, shipped_folder
 from hfdist.config.override_text import as_override
 from hfdist.config.plain_values import flatten
