@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import errno
-import json
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 
@@ -16,15 +14,15 @@ from hfdist.checkpoint.piece import Piece
 from hfdist.collectives import gather_json, on_all_ranks, on_rank_zero, rank
 from hfdist.config.islands import IslandsConfig
 from hfdist.data.cache import digest_of
-from hfdist.errors import ConfigError, NumericsError, PeerError
+from hfdist.errors import NumericsError, PeerError
 from hfdist.islands.data_share import DataShare
+from hfdist.islands.handed_state import misfit, take_state, write_state
 from hfdist.islands.member import Participants, make_member
+from hfdist.islands.open_transport import find_own_host, open_transport
 from hfdist.islands.outer import OuterOptimizer, is_finite
 from hfdist.islands.rendezvous import Arrival
 from hfdist.islands.transport import MOST_PART_BYTES, AbortedError, BadPartError, Transport
-from hfdist.launch.address import find_route
 from hfdist.messages.message import MOST_BYTES, Message, NotAMessageError, read_message
-from hfdist.topology import read_launcher
 
 logger = logging.getLogger(__name__)
 
@@ -32,8 +30,6 @@ _STATE = "state"
 _MOST_HEADER_BYTES = 2**26
 _MOST_TRIES = 12
 """The most tries of the exchange of one step."""
-_MOST_PORT_SECONDS = 30.0
-"""How long a rank tries to get its port."""
 _REST_SECONDS, _MOST_REST_SECONDS = 0.1, 5.0
 """Seconds before a try: twice the first number before the third try, then doubled each time; at most the second."""
 
@@ -85,8 +81,9 @@ class Rounds:
     ) -> None:
         self._config, self._outer, self._list_pieces, self._data_share = config, outer, list_pieces, data_share
         assert config.address is not None
-        host, state = _own_host(config.address, config.timeout_seconds), [piece.view.nbytes for piece in list_pieces()]
-        most_bytes = max(MOST_PART_BYTES, sum(state) + MOST_BYTES)
+        host = find_own_host(config.address, config.timeout_seconds)
+        state_bytes = sum(piece.view.nbytes for piece in list_pieces())
+        most_bytes = max(MOST_PART_BYTES, state_bytes + MOST_BYTES)
         opened: list[Transport] = []
 
         def open_own() -> str:
@@ -155,30 +152,36 @@ class Rounds:
             PeerError: the server does not answer, or has ended this island; or no exchange comes to its end.
             ConfigError: the server refuses this island.
         """
-        begin, one = time.monotonic(), self._exchange
-        assert one is not None
+        begin, exchange = time.monotonic(), self._exchange
+        assert exchange is not None
         found = None
-        while not one.takes_nothing:
-            participants = one.participants
-            if participants is not None and one.mean is not None:
-                if self._settle(one, participants):
+        while not exchange.takes_nothing:
+            participants = exchange.participants
+            if participants is not None and exchange.mean is not None:
+                if self._settle(exchange, participants):
                     self._hand_over(participants, state)
                     break
-            elif participants is not None and (found := self._receive(one, participants)) is not None:
+            elif participants is not None and (found := self._receive(exchange, participants)) is not None:
                 break
-            self._try_again(one)
-        self._exchange, participants = None, one.participants
-        if participants is not None and one.takes_nothing and self._data_share is not None:
+            self._try_again(exchange)
+        self._exchange, participants = None, exchange.participants
+        if participants is not None and exchange.takes_nothing and self._data_share is not None:
             self._data_share.begin(participants.there)
         self.rests = participants is not None and self._config.index in participants.resting
         if participants is not None and participants.members:
             self._transport.forget(participants.number)
-            self._figures["islands/members"] = len(participants.members)
-            sent = self._figures.get("islands/sent_bytes", 0) + self._transport.sent_bytes - one.sent_before
-            self._figures["islands/sent_bytes"] = sent
-            waited = time.monotonic() - begin + one.waited_seconds
-            self._figures["islands/wait_seconds"] = self._figures.get("islands/wait_seconds", 0.0) + waited
+            exchange.waited_seconds += time.monotonic() - begin
+            self._note(exchange, len(participants.members))
         return found
+
+    def _note(self, exchange: _Exchange, num_members: int) -> None:
+        """Add an exchange that has ended to the figures of the next training line."""
+        added = {
+            "islands/sent_bytes": self._transport.sent_bytes - exchange.sent_before,
+            "islands/wait_seconds": exchange.waited_seconds,
+        }
+        self._figures["islands/members"] = num_members
+        self._figures |= {name: self._figures.get(name, 0) + value for name, value in added.items()}
 
     def figures(self) -> dict[str, float]:
         """Give what a training line says of exchanges since the last line, of this rank."""
@@ -197,62 +200,63 @@ class Rounds:
         self._sender.shutdown()
         self._transport.close()
 
-    def _try_again(self, one: _Exchange) -> None:
+    def _try_again(self, exchange: _Exchange) -> None:
         """Come to another rendezvous, later each time; PeerError: that was often enough."""
-        one.num_tries += 1
-        if one.num_tries >= _MOST_TRIES:
-            whose = "; ".join(f"island {index}: {why}" for index, why in one.bad.items())
+        exchange.num_tries += 1
+        if exchange.num_tries >= _MOST_TRIES:
+            whose = "; ".join(f"island {index}: {why}" for index, why in exchange.bad.items())
             what, hint = f"no exchange of {_MOST_TRIES} has come to its end", "the lines of `hfdist serve` say why"
-            raise PeerError(what, where=f"step {one.step}", found=whose or None, hint=hint)
-        # The first one at once: where an island is lost, the others need not wait.
-        time.sleep(min(_MOST_REST_SECONDS, _REST_SECONDS * 2 ** (one.num_tries - 1)) if one.num_tries > 1 else 0.0)
-        self._come(one)
+            raise PeerError(what, where=f"step {exchange.step}", found=whose or None, hint=hint)
+        # The second try at once: where an island is lost, the others need not wait.
+        if exchange.num_tries > 1:
+            time.sleep(min(_MOST_REST_SECONDS, _REST_SECONDS * 2 ** (exchange.num_tries - 1)))
+        self._come(exchange)
 
-    def _come(self, one: _Exchange) -> None:
+    def _come(self, exchange: _Exchange) -> None:
         """Come to a rendezvous, and begin to exchange if this island is a member."""
-        one.participants, one.mean = self._arrive(one), None
-        if one.participants is None or not one.participants.members:
+        exchange.participants, exchange.mean = self._arrive(exchange), None
+        if exchange.participants is None or not exchange.participants.members:
             return
-        number, members = one.participants.number, one.participants.members
+        number, members = exchange.participants.number, exchange.participants.members
         self._transport.forget(number - 1)
         if self._config.index in members:
             addresses = [members[index][rank()] for index in sorted(members)]
             self._transport.keep(addresses)
-            total = sum(one.participants.weights.values())
-            weighted = one.changes * (one.weight * len(members) / total if total > 0 else 1.0)
+            total = sum(exchange.participants.weights.values())
+            weighted = exchange.changes * (exchange.weight * len(members) / total if total > 0 else 1.0)
             # One thread has the sockets at a time: this one again, once it has the result.
-            one.mean = self._sender.submit(
+            exchange.mean = self._sender.submit(
                 self._transport.mean, number, weighted, addresses, lambda: self._member.is_aborted(number)
             )
 
-    def _arrive(self, one: _Exchange) -> Participants | None:
+    def _arrive(self, exchange: _Exchange) -> Participants | None:
         """Come to a rendezvous; None: the connection of some rank has ended."""
         on_all_ranks(self._member.connect)
         self._transport.begin(self._member.nonce)
         arrival = Arrival(
-            step=one.step,
+            step=exchange.step,
             outer_step=self._outer.step,
             digest=digest_of(gather_json(self._outer.digest())),
-            weight=one.weight,
-            rests=one.rests,
+            weight=exchange.weight,
+            rests=exchange.rests,
             read=None if self._data_share is None else self._data_share.read(),
         )
         answer = on_rank_zero(lambda: self._member.arrive(arrival))
         return None if answer is None else Participants.from_json(answer)
 
-    def _settle(self, one: _Exchange, participants: Participants) -> bool:
+    def _settle(self, exchange: _Exchange, participants: Participants) -> bool:
         """Take the mean if all islands have it; False: the rendezvous is aborted."""
-        assert one.mean is not None
+        assert exchange.mean is not None
         mean: torch.Tensor | None = None
         own_bad: list[tuple[int, str]] = []
         try:
-            mean = one.mean.result()
+            mean = exchange.mean.result()
         except AbortedError:
             logger.debug("rendezvous %d is aborted", participants.number)
         except BadPartError as error:
             own_bad = [(participants.island_of(error.address, rank()), str(error))]
         told = gather_json([mean is not None, own_bad])
-        one.bad = {index: why for _, own_bad in told for index, why in own_bad} or one.bad
+        exchange.bad = {index: why for _, own_bad in told for index, why in own_bad} or exchange.bad
         is_ok, number = all(has_mean for has_mean, _ in told), participants.number
         bad = {index: why for _, bad in told for index, why in bad}
         for index, why in bad.items():
@@ -260,7 +264,7 @@ class Rounds:
         read = gather_json(self._member.finish(number, is_ok=is_ok, bad=bad) if rank() == 0 else None)[0]
         if read is None or mean is None:
             return False
-        self._outer.take(mean, one.step, one.fragment)
+        self._outer.take(mean, exchange.step, exchange.fragment)
         if self._data_share is not None:
             self._data_share.deal({int(index): value for index, value in read.items()}, participants.there)
         return True
@@ -270,12 +274,10 @@ class Rounds:
         for source, addresses in participants.sources.values():
             if source != self._config.index:
                 continue
-            pieces = self._list_pieces()
-            header = {"state": state(), "pieces": [_describe(piece) for piece in pieces]}
-            contents = [_bytes_of(piece) for piece in pieces]
-            self._transport.send(addresses[rank()], participants.number, _STATE, json.dumps(header).encode(), *contents)
+            parts = write_state(self._list_pieces(), state())
+            self._transport.send(addresses[rank()], participants.number, _STATE, *parts)
 
-    def _receive(self, one: _Exchange, participants: Participants) -> dict[str, object] | None:
+    def _receive(self, exchange: _Exchange, participants: Participants) -> dict[str, object] | None:
         """Take the state of another island into all pieces; None: the rendezvous is aborted, or that does not fit."""
         source, _ = participants.sources[self._config.index]
         address, number = participants.members[source][rank()], participants.number
@@ -284,91 +286,20 @@ class Rounds:
         try:
             found = self._transport.receive(address, number, _STATE, lambda: self._member.is_aborted(number))
             header, contents = read_message(found[0] if found else b"", _MOST_HEADER_BYTES), found[1:]
-            problem = _misfit(header, contents, pieces)
+            problem = misfit(header, contents, pieces)
         except AbortedError:
             logger.debug("rendezvous %d is aborted", number)
         except NotAMessageError as error:
             problem = f"its state is {error}"
         problems = [found for found in gather_json(problem) if found is not None]
         if problems:
-            one.bad = {source: problems[0]} if problems[0] != "aborted" else one.bad
+            exchange.bad = {source: problems[0]} if problems[0] != "aborted" else exchange.bad
             if rank() == 0 and problems[0] != "aborted":
                 logger.warning("the state of island %d is not taken: %s", source, problems[0])
                 self._member.tell_done(number, is_ok=False)
             return None
-        for piece, content in zip(pieces, contents, strict=True):
-            _fill(piece, content)
+        take_state(pieces, contents)
         self._outer.after_load()
         if rank() == 0:
             self._member.tell_done(number, is_ok=True)
         return dict(header.mapping("state"))
-
-
-def _misfit(header: Message, contents: Sequence[bytes], pieces: Sequence[Piece]) -> str | None:
-    """Say why what another island has sent cannot be taken into all pieces; None: it can."""
-    state = header.mapping("state")
-    state.integer("step")
-    if header.list("pieces") != [_describe(piece) for piece in pieces]:
-        return "its state is of another model or layout: the same overrides for all islands"
-    if [len(content) for content in contents] != [piece.view.nbytes for piece in pieces]:
-        return "its state is of another length"
-    if not all(map(_has_finite, pieces, contents)):
-        return "its state is not finite"
-    return None
-
-
-def _has_finite(piece: Piece, content: bytes) -> bool:
-    return not piece.view.is_floating_point() or is_finite(_values_of(piece, content))
-
-
-def open_transport(config: IslandsConfig, host: str, most_bytes: int) -> Transport:
-    """Open the connections of this rank, which hears others at its own port; ConfigError: it stays taken."""
-    port = 0 if config.port is None else config.port + read_launcher().local_rank
-    silent_seconds = config.timeout_seconds
-    deadline = time.monotonic() + min(_MOST_PORT_SECONDS, silent_seconds)
-    while True:
-        try:
-            return Transport(host, config.codec, port=port, most_bytes=most_bytes, silent_seconds=silent_seconds)
-        except (OSError, OverflowError) as error:
-            # An outgoing connection may have it, or a process of the start before, which is ending.
-            is_taken = isinstance(error, OSError) and error.errno == errno.EADDRINUSE
-            if is_taken and time.monotonic() < deadline:
-                time.sleep(_REST_SECONDS)
-                continue
-            raise _not_heard(host, port, error) from error
-
-
-def _not_heard(host: str, port: int, error: Exception) -> ConfigError:
-    what, found = "this rank cannot hear other islands", f"{host}, port {port}: {error}"
-    hint = "islands.port=null, which takes free ports, or another first port: each rank of a machine has its own"
-    return ConfigError(what, where="islands.port", found=found, allowed="free ports", hint=hint)
-
-
-def _own_host(address: str, wait_seconds: float) -> str:
-    """Give the own address, from which the server is reached."""
-    host = address.rpartition(":")[0].strip("[]")
-    try:
-        return find_route(host, wait_seconds=wait_seconds)[1]
-    except OSError as error:
-        what, allowed = "there is no way to the server of the islands", "HOST:PORT of `hfdist serve`"
-        raise ConfigError(what, where="islands.address", found=f"{address}: {error}", allowed=allowed) from error
-
-
-def _describe(piece: Piece) -> list[object]:
-    return [piece.name, piece.key, list(piece.shape), piece.start, piece.view.numel(), str(piece.view.dtype)]
-
-
-def _bytes_of(piece: Piece) -> bytes:
-    return piece.view.detach().reshape(-1).cpu().contiguous().view(torch.uint8).numpy().tobytes()
-
-
-def _values_of(piece: Piece, content: bytes) -> torch.Tensor:
-    view = piece.view.detach()
-    return torch.frombuffer(bytearray(content), dtype=torch.uint8).view(view.dtype) if content else view.new_empty(0)
-
-
-def _fill(piece: Piece, content: bytes) -> None:
-    values = _values_of(piece, content)
-    piece.view.detach().copy_(values.view(piece.view.shape))
-    if piece.set_number is not None:
-        piece.set_number(values.item())

@@ -8,9 +8,10 @@ import pytest
 
 from hfdist.config.islands import Codec, IslandsConfig
 from hfdist.errors import ConfigError
-from hfdist.islands import rounds as of_rounds
+from hfdist.islands import open_transport as opening
 from hfdist.islands import transport
-from hfdist.islands.rounds import Rounds, open_transport
+from hfdist.islands.open_transport import open_transport
+from hfdist.islands.rounds import Rounds
 from hfdist.islands.transport import Transport
 
 
@@ -61,7 +62,7 @@ def test_a_rank_hears_others_at_the_port_of_its_place_on_the_machine(monkeypatch
         assert error.value.where == "islands.port"
     # What has it for a moment is waited for.
     taken = socket.create_server(("127.0.0.1", port))
-    monkeypatch.setattr(of_rounds.time, "sleep", lambda seconds: taken.close())
+    monkeypatch.setattr(opening.time, "sleep", lambda seconds: taken.close())
     opened = open_transport(config, "127.0.0.1", 2**20)
     assert opened.address == f"tcp://127.0.0.1:{port}"
     opened.close()
