@@ -6,8 +6,9 @@ from hfdist.checkpoint.folder import Keep, find_newest, prune, verify_together
 from hfdist.checkpoint.lanes_file import read_lanes, write_lanes
 from hfdist.checkpoint.manifest import verify
 from hfdist.checkpoint.random_state import restore_random_state
-from hfdist.checkpoint.read import read_checkpoint, read_state
+from hfdist.checkpoint.read import read_checkpoint
 from hfdist.checkpoint.replicas import Replicas
+from hfdist.checkpoint.saved import read_state
 
 __all__ = [
     "Keep",

@@ -25,9 +25,9 @@ from hfdist.checkpoint.manifest import (
     read_manifest,
 )
 from hfdist.checkpoint.random_state import RANDOM_STEM
-from hfdist.checkpoint.read import check_readable, read_state
 from hfdist.checkpoint.regions import balance_by_bytes
 from hfdist.checkpoint.save_plan import TRAINING_STATE
+from hfdist.checkpoint.saved import check_readable, read_state
 from hfdist.collectives import on_all_ranks, on_rank_zero, rank, world_size
 from hfdist.errors import CheckpointError
 

@@ -12,23 +12,15 @@ import torch
 from hfdist.checkpoint import safetensors_io
 from hfdist.checkpoint.holders import gather_specs
 from hfdist.checkpoint.hub_pieces import hub_pieces
-from hfdist.checkpoint.lanes_file import read_lanes
-from hfdist.checkpoint.manifest import FORMATS, DamagedError, FormatError, Manifest, inside, read_json, read_manifest
-from hfdist.checkpoint.piece import MASTER, NUMBER, OPTIONAL, STEP, WEIGHT, Piece, is_number
+from hfdist.checkpoint.manifest import read_manifest
+from hfdist.checkpoint.piece import MASTER, OPTIONAL, WEIGHT, Piece, is_number
 from hfdist.checkpoint.regions import Region, list_first
 from hfdist.checkpoint.safetensors_io import DTYPE_NAMES, DTYPES, Entry, TensorId, TensorSpec
-from hfdist.checkpoint.save_plan import (
-    ADAPTER_STEM,
-    INDEX_FILE,
-    MODEL_STEM,
-    OPTIMIZER_STEM,
-    STATE_FILE,
-    declare,
-)
+from hfdist.checkpoint.save_plan import declare
+from hfdist.checkpoint.saved import Saved, open_saved
 from hfdist.collectives import on_all_ranks, on_rank_zero
 from hfdist.errors import CheckpointError
 from hfdist.models.names.hub_names import HubNames
-from hfdist.whole_numbers import whole_number
 
 logger = logging.getLogger(__name__)
 
@@ -39,35 +31,6 @@ class ByteRange(NamedTuple):
     file: Path
     begin: int
     end: int
-
-
-class _Saved(NamedTuple):
-    """What a checkpoint holds."""
-
-    entries: dict[TensorId, Entry]
-    numbers: dict[TensorId, float]
-    state: dict[str, Any]
-
-    def to_json(self, path: Path) -> list[object]:
-        """Give it as one rank that has opened `path` tells the others."""
-        entries = [
-            [tensor_id, entry.path.relative_to(path).as_posix(), DTYPE_NAMES[entry.dtype], entry.shape, entry.begin]
-            for tensor_id, entry in self.entries.items()
-        ]
-        return [entries, list(self.numbers.items()), self.state]
-
-    @classmethod
-    def from_json(cls, path: Path, values: list[Any]) -> _Saved:
-        """Take what `to_json` gave."""
-        entries, numbers, state = values
-        return cls(
-            {
-                (name, key): Entry(path / file, DTYPES[dtype], tuple(shape), begin)
-                for (name, key), file, dtype, shape, begin in entries
-            },
-            {(name, key): value for (name, key), value in numbers},
-            state,
-        )
 
 
 def read_checkpoint(
@@ -93,7 +56,7 @@ def read_checkpoint(
             another type; with the names, and on all ranks alike.
     """
     # Once for all ranks: thousands would open thousands of files for their headers.
-    saved = _Saved.from_json(path, on_rank_zero(lambda: _open(path, read_manifest(path)).to_json(path)))
+    saved = Saved.from_json(path, on_rank_zero(lambda: open_saved(path, read_manifest(path)).to_json(path)))
     reading = _Reading(saved, names)
     own: list[Region] = []
     on_all_ranks(lambda: own.extend(reading.declare(pieces)))
@@ -114,7 +77,7 @@ def read_checkpoint(
 class _Reading:
     """The pieces that this rank wants of a checkpoint."""
 
-    def __init__(self, saved: _Saved, names: HubNames | None) -> None:
+    def __init__(self, saved: Saved, names: HubNames | None) -> None:
         self.names = _names_in(saved, names)
         """The tensors of the model's files, as the checkpoint has them."""
         self.tensors: list[Piece] = []
@@ -127,14 +90,14 @@ class _Reading:
         return declare([*self.tensors, *self.numbers])
 
 
-def _names_in(saved: _Saved, names: HubNames | None) -> HubNames | None:
+def _names_in(saved: Saved, names: HubNames | None) -> HubNames | None:
     """Give the names that a checkpoint has: it may be older than those of the files, or of another start's."""
     if names is None:
         return None
     return max((names, *names.others), key=lambda one: sum((name, WEIGHT) in saved.entries for name in one.shapes))
 
 
-def _usable(saved: _Saved, wanted: dict[TensorId, TensorSpec]) -> set[TensorId]:
+def _usable(saved: Saved, wanted: dict[TensorId, TensorSpec]) -> set[TensorId]:
     """List what is saved just as it is wanted."""
     return {
         tensor
@@ -147,84 +110,8 @@ def _list_keys(tensors: Iterable[TensorId]) -> str:
     return ", ".join(sorted({key.removeprefix(OPTIONAL) for _, key in tensors}))
 
 
-def read_state(path: Path) -> dict[str, Any]:
-    """Give the `state` of a checkpoint alone, in this process. One that is damaged is a `CheckpointError`."""
-    return _read_state(path, read_manifest(path))[1]
-
-
-def _read_state(path: Path, manifest: Manifest) -> tuple[dict[TensorId, float], dict[str, object]]:
-    """Give step counts and other numbers by tensor, and the rest of the state."""
-    content = read_json(_listed(path, manifest, STATE_FILE))
-    try:
-        numbers: dict[TensorId, float] = {
-            (str(name), STEP): whole_number(step) for name, step in content["steps"].items()
-        }
-        for key, by_name in content.get("numbers", {}).items():
-            numbers |= {(str(name), f"{NUMBER}{key}"): _number(value) for name, value in by_name.items()}
-        state, version = dict(content["state"]), whole_number(content["format"])
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise DamagedError("state", "the training state is damaged", where=path / STATE_FILE, found=error) from error
-    if version not in FORMATS:
-        raise FormatError(version, where=path)
-    return numbers, state
-
-
-def _number(value: object) -> float:
-    if not isinstance(value, int | float):
-        raise TypeError(f"not a number: {str(value)[:40]}")
-    return value
-
-
-def check_readable(path: Path) -> Manifest:
-    """Read all of a checkpoint but its tensors, as a resume does, and give its manifest."""
-    manifest = read_manifest(path)
-    _open(path, manifest)
-    read_lanes(path, manifest)
-    return manifest
-
-
-def _open(path: Path, manifest: Manifest) -> _Saved:
-    numbers, state = _read_state(path, manifest)
-    entries = {(name, WEIGHT): entry for name, entry in _model_entries(path, manifest).items()}
-    for file_name in manifest.files:
-        if file_name.startswith(f"{OPTIMIZER_STEM}-"):
-            for name, entry in safetensors_io.read_header(inside(path, file_name)).items():
-                parameter, _, key = name.rpartition("/")
-                entries[parameter, key] = entry
-    return _Saved(entries, numbers, state)
-
-
-def _model_entries(path: Path, manifest: Manifest) -> dict[str, Entry]:
-    if INDEX_FILE not in manifest.files:
-        is_adapter = f"{ADAPTER_STEM}.safetensors" in manifest.files
-        stem = ADAPTER_STEM if is_adapter else MODEL_STEM
-        return safetensors_io.read_header(_listed(path, manifest, f"{stem}.safetensors"))
-    index = read_json(_listed(path, manifest, INDEX_FILE))
-    try:
-        weight_map = {str(name): str(file_name) for name, file_name in index["weight_map"].items()}
-    except (KeyError, TypeError, AttributeError) as error:
-        raise DamagedError("index", "the index of the weights is damaged", where=path / INDEX_FILE) from error
-    entries: dict[str, Entry] = {}
-    for file_name in sorted(set(weight_map.values())):
-        entries |= safetensors_io.read_header(_listed(path, manifest, file_name))
-    found_in = {name: entry.path for name, entry in entries.items()}
-    wrong = found_in.items() ^ {(name, path / file_name) for name, file_name in weight_map.items()}
-    if wrong:
-        names = list_first(sorted({name for name, _ in wrong}))
-        what = "the index does not fit the files of weights"
-        raise DamagedError("index", what, where=path / INDEX_FILE, found=names)
-    return entries
-
-
-def _listed(path: Path, manifest: Manifest, name: str) -> Path:
-    checked = inside(path, name)
-    if name not in manifest.files:
-        raise DamagedError("unlisted", "a file that the manifest does not list", where=path, found=name)
-    return checked
-
-
 def _match(
-    path: Path, saved: _Saved, wanted: dict[TensorId, TensorSpec], names: HubNames | None
+    path: Path, saved: Saved, wanted: dict[TensorId, TensorSpec], names: HubNames | None
 ) -> dict[TensorId, Entry]:
     """Say from which entry each wanted tensor is read; everything saved must be wanted and the other way round."""
     sources: dict[TensorId, Entry] = {}
@@ -264,7 +151,7 @@ def _match(
     return sources
 
 
-def _source(saved: _Saved, wanted: dict[TensorId, TensorSpec], name: str, key: str) -> Entry | None:
+def _source(saved: Saved, wanted: dict[TensorId, TensorSpec], name: str, key: str) -> Entry | None:
     """Give the entry that a tensor is read from; None: there is none.
 
     Float32 copies and weights stand in for each other, copies first.

@@ -44,7 +44,7 @@ from hfdist.checkpoint.manifest import (
 from hfdist.checkpoint.mirror.listed import CONTENT_BYTES, CONTENTS, Content, ListedCheckpoint, lacks
 from hfdist.checkpoint.mirror.objects import UNFINISHED, Objects
 from hfdist.checkpoint.mirror.packs import Pack, Part, find_new, make_pack, read_pack, write_part
-from hfdist.checkpoint.read import read_state
+from hfdist.checkpoint.saved import read_state
 from hfdist.checkpoint.write import no_room, removed_on_failure
 from hfdist.data.threads import thread_map
 from hfdist.errors import CheckpointError
