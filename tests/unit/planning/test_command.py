@@ -10,7 +10,8 @@ from hfdist.config.composition.compose import compose_config
 from hfdist.config.hardware import read_hardware
 from hfdist.config.plan import SECTION
 from hfdist.errors import ConfigError
-from hfdist.planning import answer, command
+from hfdist.planning import answer, calibration_steps, command
+from hfdist.planning.candidates import describe_candidates
 from hfdist.planning.command import parse_request
 from hfdist.planning.searching.evaluate import Machines
 from hfdist.planning.searching.search import search_layouts
@@ -72,7 +73,7 @@ def test_a_command_that_is_shown_can_be_copied(monkeypatch):
     assert request.line.recipe_arguments == ["--offline", "strategy=ddp", "data=a b.txt"]
     machines = Machines(hardware=read_hardware("h100_80gb"), usable_bytes=2.0**35)
     found = search_layouts(request.config, make_constants(), machines, processes=2, best=1).candidates
-    assert "`hfdist pretrain --offline strategy=ddp 'data=a b.txt'`" in answer._describe(request, machines, found)
+    assert "`hfdist pretrain --offline strategy=ddp 'data=a b.txt'`" in describe_candidates(request, machines, found)
     monkeypatch.setenv("WORLD_SIZE", "2")
     assert refused("data=a b.txt").hint == "hfdist plan 'data=a b.txt', without a launcher"
     with pytest.raises(ConfigError, match="'run=a b', without a launcher"):
@@ -107,7 +108,7 @@ def test_steps_that_calibrate_run_whatever_the_run_is():
     keys += ["evaluate.lm_eval_include=tests", "optimizer.schedule=wsd", "optimizer.decay_fraction=0.99"]
     config = compose_config(["model=tiny", *keys])
     assert (config.evaluate.patience, config.train.max_kwh) == (3, 2)
-    assert compose_config(["model=tiny", *keys, *answer._STEPS]).train.max_steps == 7
+    assert compose_config(["model=tiny", *keys, *calibration_steps._STEPS]).train.max_steps == 7
 
 
 def test_a_mistake_and_the_help_load_no_torch():

@@ -11,7 +11,7 @@ from hfdist.config.hardware import read_hardware
 from hfdist.config.layout import Layout
 from hfdist.config.strategy import Offload, Schedule
 from hfdist.errors import ResourceError
-from hfdist.planning import answer
+from hfdist.planning import advise as advising
 from hfdist.planning.searching import search
 from hfdist.planning.searching.evaluate import Evaluator, Machines
 from hfdist.planning.searching.layout_space import Space, divisors
@@ -215,24 +215,24 @@ def test_tensor_ranks_share_tokens_where_the_plan_for_the_model_divides_them():
 
 
 def test_advice_is_faster_also_where_a_trace_alone_says_that_the_layout_fits(monkeypatch):
-    monkeypatch.setattr(answer, "measure", lambda *_, **__: MODEL)
+    monkeypatch.setattr(advising, "measure", lambda *_, **__: MODEL)
     config = compose_config([*BASE, "strategy=ddp", "train.micro_batch_size=1"])
-    fitting, tight = (answer.advise(PLAN, config, None, machines(gib)) for gib in (60.0, 3.5))
+    fitting, tight = (advising.advise(PLAN, config, None, machines(gib)) for gib in (60.0, 3.5))
     assert (fitting, tight) == (None, None)
-    assert answer.advise(TOO_LARGE, config, None, machines(3.5)) is not None
+    assert advising.advise(TOO_LARGE, config, None, machines(3.5)) is not None
 
 
 @pytest.mark.parametrize("asked", [("strategy=hsdp", "strategy.replicate=4"), ("strategy=moe", "strategy.expert=4")])
 def test_advice_leaves_out_layouts_that_a_run_refuses(monkeypatch, asked):
-    monkeypatch.setattr(answer, "measure", lambda *_, **__: MODEL)
+    monkeypatch.setattr(advising, "measure", lambda *_, **__: MODEL)
     config = compose_config([*BASE, *asked])
-    words = answer.advise(replace(TOO_LARGE, processes=4), config, None, machines(20.0))
+    words = advising.advise(replace(TOO_LARGE, processes=4), config, None, machines(20.0))
     assert words is None or "=2" not in words, "half of the data ranks hold no whole replica, or not all experts"
 
 
 def test_advice_keeps_tensor_ranks_within_a_machine(monkeypatch):
-    monkeypatch.setattr(answer, "measure", lambda *_, **__: MODEL)
+    monkeypatch.setattr(advising, "measure", lambda *_, **__: MODEL)
     config = compose_config([*BASE, "strategy=tensor", "strategy.tensor=8"])
-    words = answer.advise(replace(TOO_LARGE, processes=16), config, None, machines(20.0))
+    words = advising.advise(replace(TOO_LARGE, processes=16), config, None, machines(20.0))
     assert words is not None
     assert "strategy.tensor=16" not in words
