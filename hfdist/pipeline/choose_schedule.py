@@ -1,7 +1,7 @@
 """`strategy.schedule=auto`: the schedule whose step is the shortest, simulated with the measured times of blocks.
 
-A backward in two halves takes longer than one, most of all where a model is narrow; a schedule that splits backwards
-idles less. Which of both counts for more depends on the model, the device and the number of micro batches.
+A schedule that splits backwards in two halves idles less, but both halves take longer than a whole backward, most of
+all in a narrow model. Which schedule wins depends on the model, the device and the number of micro batches.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from functools import partial
 from typing import NamedTuple
 
 from hfdist.config.strategy import ONE_F_ONE_B, Schedule
-from hfdist.pipeline.block_times import BlockTimes
+from hfdist.pipeline.block_times import BlockTimes, PartTime
 from hfdist.pipeline.costs import Costs
 from hfdist.pipeline.instructions import Instruction, Operation, computations
 from hfdist.pipeline.schedule import rank_of_stage, runs_microbatches
@@ -20,7 +20,7 @@ from hfdist.pipeline.simulate import StageSeconds, simulate
 
 logger = logging.getLogger(__name__)
 
-_WAYS = (
+_CANDIDATES = (
     (ONE_F_ONE_B, 1),
     (Schedule.gpipe, 1),
     (Schedule.interleaved_1f1b, 2),
@@ -35,7 +35,7 @@ _WORTH = 0.98
 _USABLE = 0.9
 """Share of the memory that is counted on: what blocks are timed with is not all that a step takes."""
 
-_LONG = 4
+_MOST_SIMULATED = 4
 """Micro batches for each rank up to which all of a step is simulated: beyond, each takes what the one before it did.
 
 Schedules fill the pipeline with fewer. Lists of hundreds of micro batches for tens of ranks take minutes to make.
@@ -86,28 +86,22 @@ def choose_schedule(
         splits_backward: whether the run splits backwards where a schedule says so; see `Stage`.
     """
     found: list[Choice] = []
-    for schedule, per_rank in _WAYS:
+    for schedule, per_rank in _CANDIDATES:
         ranks = rank_of_stage(schedule, num_ranks, per_rank)
         has_blocks = per_rank == 1 or len(ranks) <= len(times.blocks)
         if not has_blocks or not runs_microbatches(schedule, num_ranks, per_rank, num_microbatches):
             continue
         stages = assign_blocks(ranks)
-        of_stages = [times.of_blocks(run) for run in stages]
-        seconds: list[list[StageSeconds]] = [[] for _ in range(num_ranks)]
-        for rank, part in zip(ranks, of_stages, strict=True):
-            seconds[rank].append(StageSeconds(part.forward, part.backward, part.input_half, part.weight_half))
-        step = partial(simulate, schedule, seconds, splits_backward=splits_backward)
+        parts = [times.of_blocks(run) for run in stages]
         held = [state_bytes * parameters.of_blocks(run) for run in stages]
-        kept = [part.kept_bytes for part in of_stages]
-        memory = partial(_most_held, schedule, ranks, held, kept)
-        whole, most_bytes = (_of_step(figure, num_ranks, num_microbatches) for figure in (step, memory))
-        found.append(Choice(schedule, per_rank, stages, whole, most_bytes))
+        step = partial(simulate, schedule, _by_rank(parts, ranks, num_ranks), splits_backward=splits_backward)
+        memory = partial(_most_held, schedule, ranks, held, [part.kept_bytes for part in parts])
+        seconds, most_bytes = (_of_step(figure, num_ranks, num_microbatches) for figure in (step, memory))
+        found.append(Choice(schedule, per_rank, stages, seconds, most_bytes))
     # Lists of schedules that are not run.
     computations.cache_clear()
     most = max(_USABLE * usable_bytes, min(choice.most_bytes for choice in found))
-    best, *others = (choice for choice in found if choice.most_bytes <= most)
-    for choice in others:
-        best = choice if choice.seconds <= _WORTH * best.seconds else best
+    best = _shortest([choice for choice in found if choice.most_bytes <= most])
     logger.info(
         "strategy.schedule=auto takes %s: a step takes, by the measured times of blocks, %s",
         best.schedule.value,
@@ -116,12 +110,28 @@ def choose_schedule(
     return best
 
 
+def _by_rank(parts: Sequence[PartTime], ranks: Sequence[int], num_ranks: int) -> list[list[StageSeconds]]:
+    """Give the seconds of each rank's stages."""
+    seconds: list[list[StageSeconds]] = [[] for _ in range(num_ranks)]
+    for rank, part in zip(ranks, parts, strict=True):
+        seconds[rank].append(StageSeconds(part.forward, part.backward, part.input_half, part.weight_half))
+    return seconds
+
+
+def _shortest(choices: Sequence[Choice]) -> Choice:
+    """Give the choice with the shortest step; an earlier one, if it is hardly longer."""
+    best = choices[0]
+    for choice in choices[1:]:
+        best = choice if choice.seconds <= _WORTH * best.seconds else best
+    return best
+
+
 def _of_step(figure: Callable[[int], float], num_ranks: int, num_microbatches: int) -> float:
     """Give a figure, which depends on the number of micro batches; of a long step by what more of them add to it."""
-    if num_microbatches <= _LONG * num_ranks:
+    if num_microbatches <= _MOST_SIMULATED * num_ranks:
         return figure(num_microbatches)
-    less, more = figure((_LONG - 1) * num_ranks), figure(_LONG * num_ranks)
-    return more + (more - less) * (num_microbatches / num_ranks - _LONG)
+    less, more = figure((_MOST_SIMULATED - 1) * num_ranks), figure(_MOST_SIMULATED * num_ranks)
+    return more + (more - less) * (num_microbatches / num_ranks - _MOST_SIMULATED)
 
 
 def _most_held(

@@ -85,7 +85,7 @@ def test_what_does_not_fit_in_memory_is_not_taken(caplog):
     assert choose(usable_bytes=0.0).most_bytes <= fits
 
 
-@pytest.mark.parametrize("way", module._WAYS)
+@pytest.mark.parametrize("way", module._CANDIDATES)
 def test_a_long_step_takes_what_the_list_of_all_its_micro_batches_does(way, monkeypatch):
     simulated = []
 
@@ -95,11 +95,11 @@ def test_a_long_step_takes_what_the_list_of_all_its_micro_batches_does(way, monk
 
     real = module.simulate
     monkeypatch.setattr(module, "simulate", simulate)
-    monkeypatch.setattr(module, "_WAYS", (way,))
+    monkeypatch.setattr(module, "_CANDIDATES", (way,))
     found = choose(half=1.3, num_ranks=4, num_microbatches=40)
     assert max(simulated) == 16
     assert computations.cache_info().currsize == 0
-    monkeypatch.setattr(module, "_LONG", 10)
+    monkeypatch.setattr(module, "_MOST_SIMULATED", 10)
     whole = choose(half=1.3, num_ranks=4, num_microbatches=40)
     assert simulated[-1] == 40
     assert (found.seconds, found.most_bytes) == pytest.approx((whole.seconds, whole.most_bytes))
