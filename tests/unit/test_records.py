@@ -30,7 +30,7 @@ from hfdist.records import (
     recording_end,
 )
 from hfdist.records.lines import append_line
-from hfdist.records.recorder import record_end_of_peer
+from hfdist.records.run_end import record_end_of_peer
 from hfdist.trainer.fault_tolerance.rank_flags import Preemption
 
 

@@ -21,7 +21,7 @@ from hfdist.collectives import rank
 from hfdist.control_group import ControlGroup, control_group
 from hfdist.errors import PreemptedError
 from hfdist.processes.stop_signals import heard_signals, leave_closed_terminal
-from hfdist.records.recorder import end_by_signal
+from hfdist.records.run_end import end_by_signal
 
 logger = logging.getLogger(__name__)
 
