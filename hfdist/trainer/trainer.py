@@ -23,17 +23,17 @@ from transformers.trainer_utils import EvalLoopOutput, PredictionOutput, SaveStr
 
 from hfdist.collectives import gather_json
 from hfdist.data import HeldOutSources, TokenStream
-from hfdist.errors import ConfigError, DataError
+from hfdist.errors import ConfigError
 from hfdist.models.probing import uses_all_parameters
 from hfdist.models.router_check import check_router_loss
 from hfdist.models.routers import COUNTED, adds_router_loss
 from hfdist.strategies.base import Strategy
 from hfdist.strategies.engine import Batch
-from hfdist.trainer import trl_trainers
 from hfdist.trainer.accelerator import adapt_accelerator
 from hfdist.trainer.checkpointing.checkpointer import Checkpointer
 from hfdist.trainer.checkpointing.log_history import drop_old
 from hfdist.trainer.checkpointing.trainer_state import intervals_of
+from hfdist.trainer.data_errors import check_eval_data, no_step_in_pass, nothing_to_train_on
 from hfdist.trainer.engine_setup import build_engine, check_has_logits, distribute, find_strategy
 from hfdist.trainer.engine_trainer import EngineTrainer
 from hfdist.trainer.evaluation.loop import Evaluator
@@ -46,6 +46,7 @@ from hfdist.trainer.named_arguments import arguments_by_name
 from hfdist.trainer.optimizers import Optimizers
 from hfdist.trainer.row_check import check_lengths
 from hfdist.trainer.run_options import RunOptions
+from hfdist.trainer.sft import fit_sft, share_metrics
 from hfdist.trainer.step.lean_callbacks import use_lean_handler
 from hfdist.trainer.step.listed_gradients import zeroing_from_list
 from hfdist.trainer.step.loss import WeightedLoss, num_input_tokens, num_losses
@@ -54,6 +55,7 @@ from hfdist.trainer.step.router_loss import RouterLoss
 from hfdist.trainer.step.sharded_dataloader import Dealing, dealing, without_targets
 from hfdist.trainer.step.throughput import Throughput
 from hfdist.trainer.training import Training
+from hfdist.trainer.trl_trainers import drop_reference_copy
 from hfdist.watch.callback import watches_among
 
 if TYPE_CHECKING:
@@ -117,7 +119,7 @@ class DistributedTrainerMixin(_Trainer):
         if self.engine is None:
             return
         if has_new_adapter:
-            trl_trainers.drop_reference_copy(self.model)
+            drop_reference_copy(self.model)
         # Each training begins with a new model: see `call_model_init`.
         self.model_init = cast(Any, model_init)
         # Tells the original not to wrap the model in DDP.
@@ -131,8 +133,7 @@ class DistributedTrainerMixin(_Trainer):
         if self.options.objective is not None:
             self.weighted_loss.convention = self.options.objective.convention
             self.loss_is_scaled_for_ga = True
-        if trl_trainers.is_sft(type(self)):
-            self._fit_sft()
+        fit_sft(self)
         use_lean_handler(self.callback_handler)
         self.add_callback(RankFlags([self.checkpointer], self.callback_handler.callbacks))
         if self.options.islands is not None:
@@ -167,18 +168,6 @@ class DistributedTrainerMixin(_Trainer):
         model = cast(nn.Module, self.model)
         if self._sums_targets and adds_router_loss(model):
             check_router_loss(model)
-
-    def _fit_sft(self) -> None:
-        assert self.engine is not None
-        # SFTTrainer divides by the targets of the global batch, whatever the model's forward takes: count them.
-        self.model_accepts_loss_kwargs = True
-        self.weighted_loss.convention = trl_trainers.SFT_CONVENTION
-        # It would add the loss over routers of each micro batch.
-        self.aux_loss_enabled = False
-        # Of the stages of a pipeline only this path of TRL's forward runs their own blocks.
-        self.router_loss.options = {"fused_lm_head": True}
-        if not self.engine.runs_whole_model and getattr(self.data_collator, "padding_free", False):
-            self.data_collator = partial(trl_trainers.collate_rows, self.data_collator)
 
     @property
     def token_stream(self) -> TokenStream | None:
@@ -333,7 +322,7 @@ class DistributedTrainerMixin(_Trainer):
     def _finalize_training(self, *args: object, **kwargs: object) -> object:
         """As the original, after the last save has ended: so its last line and `on_train_end` come after all others."""
         self.checkpointer.wait()
-        self._share_sft_metrics()
+        share_metrics(self)
         return super()._finalize_training(*args, **kwargs)
 
     def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
@@ -362,15 +351,7 @@ class DistributedTrainerMixin(_Trainer):
             inputs = {name: value for name, value in inputs.items() if name != COUNTED}
         self.router_loss.begin_forward(counted)
         with nullcontext() if head is None else head.deferring(model):
-            # As keywords, as in the original: an overridden `compute_loss` may take only some of them.
-            asked: dict[str, Any] = {"return_outputs": True} if return_outputs else {}
-            compute: Callable[..., Any] = partial(super().compute_loss, model, **asked)
-            if self.options.objective is not None:
-                compute = partial(self._objective_loss, self.options.objective, model)
-            convention = self.weighted_loss.convention
-            if convention is not None and not convention.divides and num_items_in_batch is not None:
-                compute = partial(self.weighted_loss.of_mean, compute)
-            result = compute(inputs, num_items_in_batch=num_items_in_batch)
+            result = self._class_loss(model, inputs, return_outputs, num_items_in_batch)
         if self.engine is None:
             return result
         loss, *outputs = result if return_outputs else (result,)
@@ -379,6 +360,20 @@ class DistributedTrainerMixin(_Trainer):
             # Gradients are averaged over the processes, and each adds its own share.
             loss = loss + of_routers * num_losses(self)
         return (propagate_nan(loss), *outputs) if return_outputs else propagate_nan(loss)
+
+    def _class_loss(
+        self, model: nn.Module, inputs: Batch, return_outputs: bool, num_items_in_batch: torch.Tensor | int | None
+    ) -> Any:
+        """Give the share of a micro batch in the step's loss, of the objective, or as the class and the model have it."""
+        # As keywords, as in the original: an overridden `compute_loss` may take only some of them.
+        asked: dict[str, Any] = {"return_outputs": True} if return_outputs else {}
+        compute: Callable[..., Any] = partial(super().compute_loss, model, **asked)
+        if self.options.objective is not None:
+            compute = partial(self._objective_loss, self.options.objective, model)
+        convention = self.weighted_loss.convention
+        if convention is not None and not convention.divides and num_items_in_batch is not None:
+            compute = partial(self.weighted_loss.of_mean, compute)
+        return compute(inputs, num_items_in_batch=num_items_in_batch)
 
     def _objective_loss(
         self, objective: Objective, model: nn.Module, inputs: Batch, *, num_items_in_batch: torch.Tensor | int
@@ -401,10 +396,7 @@ class DistributedTrainerMixin(_Trainer):
             super()._run_epoch(*args, **kwargs)
         is_resumed = kwargs["epoch"] == kwargs["epochs_trained"] and kwargs["steps_trained_in_current_epoch"] > 0
         if self.engine is not None and self._num_read == 0 and not is_resumed:
-            what = f"a pass over the training data gave no step, after step {self.state.global_step}"
-            found = "no batch of rows"
-            hint = "data whose __iter__ begins anew at each call; or max_steps that one pass has rows for"
-            raise DataError(what, where="train_dataset", found=found, hint=hint)
+            raise no_step_in_pass(self.state.global_step)
 
     def get_batch_samples(
         self, epoch_iterator: Iterator[Batch], num_batches: int, device: torch.device
@@ -418,10 +410,7 @@ class DistributedTrainerMixin(_Trainer):
         samples, num_items = read()
         if self.engine is None or self.strategy is None:
             return samples, num_items
-        if 0 < len(samples) < num_batches:
-            # A loader of the class's own that has no length ends within a step, which this ends, too.
-            fill = [without_targets(samples[0], self.weighted_loss.label_names)] if self._sums_targets else samples
-            samples = list(islice(chain(samples, cycle(fill)), num_batches))
+        samples = self._fill_up(samples, num_batches)
         self._num_read += len(samples)
         stream = self.token_stream
         # All ranks decide the same, because targets are counted over all ranks.
@@ -446,13 +435,17 @@ class DistributedTrainerMixin(_Trainer):
         self._guard.begin_step()
         return samples, num_items
 
+    def _fill_up(self, samples: list[Batch], num_batches: int) -> list[Batch]:
+        """Fill up the last step of a loader of the class's own that has no length, and ended within the step."""
+        if not 0 < len(samples) < num_batches:
+            return samples
+        fill = [without_targets(samples[0], self.weighted_loss.label_names)] if self._sums_targets else samples
+        return list(islice(chain(samples, cycle(fill)), num_batches))
+
     def _end_with_data(self) -> None:
         """End the training with a checkpoint: the stream has ended. DataError: it held nothing to train on."""
         if self.state.global_step == 0:
-            what = "the data have ended, and there was nothing in them to train on"
-            found = "only rows that are empty, bad, held out or quarantined"
-            hint = "python recipes/audit.py run=... counts them"
-            raise DataError(what, where="data.sources", found=found, hint=hint)
+            raise nothing_to_train_on()
         self.control.should_training_stop = True
         self.control.should_save = self.args.save_strategy != "no" and not self.checkpointer.is_saved()
 
@@ -493,7 +486,7 @@ class DistributedTrainerMixin(_Trainer):
         self._figures |= {} if self.islands is None else self.islands.figures()
         if self.options.objective is not None:
             self._figures |= self.options.objective.figures(trains=True)
-        self._share_sft_metrics()
+        share_metrics(self)
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Add the figures of hfdist to a training line, for all trackers alike. No collective: one rank may call it."""
@@ -510,17 +503,6 @@ class DistributedTrainerMixin(_Trainer):
             # A run logs each step: a million lines take half a GB of memory, and more with many saves.
             drop_old(self.state.log_history)
 
-    def _share_sft_metrics(self) -> None:
-        if self.engine is None or self.engine.runs_whole_model or not trl_trainers.is_sft(type(self)):
-            return
-        own: Any = self
-        mode = "train" if own.model.training else "eval"
-        # Only those of this mode: shared metrics of the other mode would stay here, and count as this rank's own.
-        shared = trl_trainers.shared_metrics(own._metrics[mode], own._total_train_tokens)
-        if shared is not None:
-            metrics, own._total_train_tokens = shared
-            own._metrics[mode].update(metrics)
-
     # ---- evaluation ----
 
     def get_eval_dataloader(self, eval_dataset: str | Dataset[Any] | None = None) -> Any:
@@ -530,12 +512,7 @@ class DistributedTrainerMixin(_Trainer):
         own: Any = self.eval_dataset
         if eval_dataset is not None:
             own = own[eval_dataset] if isinstance(eval_dataset, str) else eval_dataset
-        if own is None and owner_of(type(self), "get_eval_dataloader") is transformers.Trainer:
-            hint = "evaluate(eval_dataset), or eval_dataset=... for the trainer"
-            raise ConfigError("there is nothing to evaluate on", where="eval_dataset", found="None", hint=hint)
-        if isinstance(own, TokenStream):
-            what, hint = "a stream may have no end, and gives each rank its own part", "the held-out set of open_corpus"
-            raise ConfigError(what, where="eval_dataset", found="a TokenStream", hint=hint)
+        check_eval_data(own, is_needed=owner_of(type(self), "get_eval_dataloader") is transformers.Trainer)
         if not isinstance(eval_dataset, str) and own is not self._evaluated:
             # The original would give the loader of persistent workers again, whatever its data.
             vars(self).get("_eval_dataloaders", {}).pop("eval", None)
@@ -553,7 +530,7 @@ class DistributedTrainerMixin(_Trainer):
         with self._optimizers.evaluating(self.engine):
             output = super().evaluation_loop(dataloader, *args, **kwargs)
         # For the line that follows.
-        self._share_sft_metrics()
+        share_metrics(self)
         return output
 
 

@@ -2,32 +2,23 @@
 
     class PipelineSFT(hfdist.DistributedTrainerMixin, trl.SFTTrainer): ...
 
-Of all of them `SFTTrainer` alone has a loss that is a sum over targets divided by their number in the global batch. So
-it can run in a pipeline, with three changes: the metrics that it gathers beside the loss, where only the last stage has
-one; the logging of those metrics by rank 0; and rows without padding, which cannot be split.
+What each needs of its arguments and its adapter is here; sft.py has what SFTTrainer needs while it trains.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
-from itertools import compress
+from collections.abc import Mapping
 from typing import Any
 
-import torch
 import transformers
-from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel
 
-from hfdist.collectives import gather_json
-from hfdist.data.packing.sequence import IGNORED
 from hfdist.errors import ConfigError
 from hfdist.models.adapter import wrap_model
 from hfdist.models.probing import keeps_documents_apart
-from hfdist.models.routers import COUNTED
 from hfdist.strategies.base import Strategy
 from hfdist.trainer.hooks import is_of_trl, overrides, owner_of
-from hfdist.trainer.step.loss import Convention
 
 logger = logging.getLogger(__name__)
 
@@ -48,11 +39,6 @@ _OF_ADAPTERS = ("SFTTrainer", "RewardTrainer", *_WITH_REFERENCE)
 """Classes that make no more of `peft_config` than an adapter in the model."""
 _REFERENCE = "ref"
 """TRL's name of the adapter that it keeps as the reference."""
-_ROW = {"input_ids": 0, "labels": IGNORED, "position_ids": 0, COUNTED: False}
-"""What is kept of a row without padding, and what pads a shorter one: each such token is a document of its own."""
-SFT_CONVENTION = Convention(shifts=True, divides=True, is_of_tokens=True)
-"""What the loss of SFTTrainer counts, whatever the model's forward takes."""
-
 Arguments = dict[str, Any]
 """Arguments of a trainer's constructor, by name."""
 
@@ -209,34 +195,3 @@ def _check_sft_in_pipeline(arguments: Arguments, strategy: Strategy) -> None:
         what = f"{type(arguments['model']).__name__} sees through from one packed document to the next"
         hint = "packing=False, or a strategy without a pipeline"
         raise ConfigError(what, where="args.packing, args.padding_free", found="True", hint=hint)
-
-
-def collate_rows(collate: Callable[[list[Any]], dict[str, Any]], items: Sequence[object]) -> dict[str, torch.Tensor]:
-    """Put items below each other where TRL's `collate` puts them into one row, which a pipeline cannot split.
-
-    Each item is one packed or single row of tokens. Gives tensors of shape [items, tokens of the longest]; where
-    positions begin anew, so does a document.
-    """
-    rows = [collate([item]) for item in items]
-    for row in rows:
-        row[COUNTED] = torch.ones_like(row["input_ids"], dtype=torch.bool)
-    return {
-        name: pad_sequence([row[name][0] for row in rows], batch_first=True, padding_value=filler)
-        for name, filler in _ROW.items()
-    }
-
-
-def shared_metrics(metrics: dict[str, list[float]], num_tokens: float) -> tuple[dict[str, list[float]], float] | None:
-    """Give all ranks the metrics that the last stages have made beside the loss, so that rank 0 can log them.
-
-    All ranks call it. None: no rank has any.
-    """
-    # Those of several last stages are equal, since they were gathered among them.
-    found = next((rank for rank in gather_json([metrics, num_tokens]) if rank[0]), None)
-    if found is None:
-        return None
-    metrics, num_tokens = found
-    # A micro batch of nothing but padding has no target, and was given zeros.
-    counts = [entropy > 0 for entropy in metrics.get("entropy", ())]
-    same = {k: list(compress(v, counts)) if len(v) == len(counts) else v for k, v in metrics.items()}
-    return same, num_tokens

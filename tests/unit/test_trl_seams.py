@@ -10,7 +10,7 @@ from peft import LoraConfig
 from trl.trainer import sft_trainer
 
 from hfdist.errors import ConfigError
-from hfdist.trainer import trl_trainers
+from hfdist.trainer import sft, trl_trainers
 from hfdist.trainer.named_arguments import arguments_by_name
 from hfdist.trainer.trainer import DistributedTrainerMixin
 
@@ -65,7 +65,7 @@ def test_metrics_are_gathered_and_kept_where_we_reach_them():
 def test_rows_without_padding_have_what_we_put_below_each_other():
     collate = sft_trainer.DataCollatorForLanguageModeling(pad_token_id=0, padding_free=True)
     rows = [{"input_ids": [5, 6, 7], "labels": [5, -100, 7], "seq_lengths": [2, 1]}, {"input_ids": [8], "labels": [8]}]
-    batch = trl_trainers.collate_rows(collate, rows)
+    batch = sft.collate_rows(collate, rows)
     assert batch["input_ids"].tolist() == [[5, 6, 7], [8, 0, 0]]
     assert batch["position_ids"].tolist() == [[0, 1, 0], [0, 0, 0]]
     assert batch["labels"].tolist() == [[-100, -100, -100], [-100, -100, -100]]
