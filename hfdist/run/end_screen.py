@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
 
 import torch
 
 from hfdist.config.model import Init
-from hfdist.config.run import RunConfig
-from hfdist.config.task import Head
 from hfdist.data import PoolReport
 from hfdist.planning.grade import PEAK, STEP
-from hfdist.records import RunRecord
+from hfdist.run.ending import Ending
+from hfdist.run.how_to_use import describe_use
 from hfdist.run.usage import describe_usage
 from hfdist.trainer.evaluation.loop import perplexity
 from hfdist.tune.pair_losses import LOSSES
@@ -24,74 +20,13 @@ from hfdist.units import count, duration, energy, money, share, size
 _FEW_STEPS = 500
 _SHOWN_POOLS = 4
 _LEAST_FILLED = 0.95
-_PROMPT = "Once upon a time"
-_LONGEST_PROMPT = 120
-
-
-@dataclass(frozen=True, kw_only=True)
-class Ending:
-    """What a run has come to; None: not known, or not measured."""
-
-    config: RunConfig
-    record: RunRecord
-    layout: str
-    """The processes and the axes of the mesh."""
-    model_type: str
-    num_parameters: int
-    num_trained: int
-    folder: Path
-    """What a user opens."""
-    adapter_folder: Path | None = None
-    step: int
-    """Step of the weights in the folder."""
-    stopped_by: str | None = None
-    """The budget that has stopped the run before its end."""
-    loss: float | None = None
-    """Loss on held-out data of the weights in the folder."""
-    loss_before: float | None = None
-    """The same at step 0."""
-    without_context: float | None = None
-    """Loss of a unigram model on the same data, where it means something."""
-    recall: float | None = None
-    """Share of held-out queries that find their text first among all held-out ones."""
-    reciprocal_rank: float | None = None
-    """Mean of one over the place of that text."""
-    accuracy: float | None = None
-    """Share of the held-out pairs whose chosen answer is preferred."""
-    margin: float | None = None
-    """Mean difference of the rewards of chosen and rejected answers."""
-    num_held_out: int | None = None
-    """Held-out pairs."""
-    rewards: tuple[float, float] | None = None
-    """Mean reward of the first and of the last logged step."""
-    each_reward: Mapping[str, float] = field(default_factory=dict)
-    """Mean of each reward in the last logged step, where there are several."""
-    learns_nothing: bool = False
-    """Whether answers to one prompt have always had the same reward."""
-    cut_off: float | None = None
-    """Share of the last answers that were cut at `task.max_new_tokens`."""
-    failed_episodes: float | None = None
-    """Share of the last episodes whose environment has failed."""
-    pools: Sequence[PoolReport] = ()
-    num_documents: int | None = None
-    """Documents that were trained on."""
-    left_out: str | None = None
-    """How many documents were cut or left out, in words."""
-    peak_bytes: Sequence[Mapping[str, float]] = ()
-    """The most memory that each rank has used, by kind."""
-    graded: Mapping[str, tuple[float, float]] = field(default_factory=dict)
-    """What was planned, and what was measured, by the names of `planning.grade`."""
-    is_chat: bool = False
-    """Whether it has learned turns of a chat, so that it is asked in its chat template."""
-    sample_prompt: str | None = None
-    """A prompt of the held-out examples."""
 
 
 def describe_end(end: Ending) -> str:
     """Give the screen."""
     rows = [row for row in _rows(end) if row[1]]
     lines = [_title(end), *(f"  {label:<9} {text}" for label, text in rows)]
-    lines += ["to use it:", *_usage(end), "what comes next:"]
+    lines += ["to use it:", *describe_use(end), "what comes next:"]
     steps = list(_next(end))
     width = max(len(command) for command, _ in steps)
     return "\n".join([*lines, *(f"  {command:<{width}}  # {why}" for command, why in steps)])
@@ -219,36 +154,6 @@ def _memory(peaks: Sequence[Mapping[str, float]]) -> str:
         ranks = "" if len(values) == 1 else " on each rank" if low == high else ", by rank"
         parts.append(f"{kind} {low if low == high else f'{low} to {high}'}{ranks}")
     return f"{'; '.join(parts)}, with evaluations and exports" if parts else ""
-
-
-def _usage(end: Ending) -> list[str]:
-    """Give lines of Python to copy, at the margin so that a prompt takes them."""
-    folder = json.dumps(str(end.folder), ensure_ascii=False)
-    head = end.config.task.name.traits.head
-    if head is Head.none:
-        lines = ["from sentence_transformers import SentenceTransformer", f"model = SentenceTransformer({folder})"]
-        asked, found = 'model.encode_query(["A query."])', 'model.encode_document(["A text.", "Another one."])'
-        return [*lines, f"print(model.similarity({asked}, {found}))"]
-    name, package = "AutoModelForCausalLM", "transformers"
-    if head is Head.score:
-        name = "AutoModelForSequenceClassification"
-    if end.config.adapter.is_used and not (end.folder / "config.json").is_file():
-        name, package = name.replace("AutoModel", "AutoPeftModel"), "peft"
-    alone = package == "transformers"
-    lines = [f"from transformers import {f'{name}, ' if alone else ''}AutoTokenizer"]
-    lines += [] if alone else [f"from {package} import {name}"]
-    lines.append(f"model, tokenizer = (auto.from_pretrained({folder}) for auto in ({name}, AutoTokenizer))")
-    if head is Head.score:
-        return [*lines, 'print(model(**tokenizer("A good answer.", return_tensors="pt")).logits)']
-    of_data = end.sample_prompt if len(end.sample_prompt or "") <= _LONGEST_PROMPT else None
-    prompt = json.dumps(end.config.report.sample_prompt or of_data or _PROMPT, ensure_ascii=False)
-    inputs = f'tokenizer({prompt}, return_tensors="pt")'
-    if end.is_chat:
-        lines.append('chat = [{"role": "user", "content": "Who are you?"}]')
-        inputs = 'tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt")'
-    # As the sample above: an answer is greedy, and what a model continues freely would repeat itself.
-    choice = "do_sample=False" if of_data and not end.config.report.sample_prompt else "do_sample=True, top_k=40"
-    return [*lines, f"print(tokenizer.decode(model.generate(**{inputs}, max_new_tokens=50, {choice})[0]))"]
 
 
 def _next(end: Ending) -> Iterator[tuple[str, str]]:

@@ -364,7 +364,7 @@ class DistributedTrainerMixin(_Trainer):
     def _class_loss(
         self, model: nn.Module, inputs: Batch, return_outputs: bool, num_items_in_batch: torch.Tensor | int | None
     ) -> Any:
-        """Give the share of a micro batch in the step's loss, of the objective, or as the class and the model have it."""
+        """Give the share of a micro batch in the step's loss: the objective's, or that of the class and the model."""
         # As keywords, as in the original: an overridden `compute_loss` may take only some of them.
         asked: dict[str, Any] = {"return_outputs": True} if return_outputs else {}
         compute: Callable[..., Any] = partial(super().compute_loss, model, **asked)
@@ -439,7 +439,9 @@ class DistributedTrainerMixin(_Trainer):
         """Fill up the last step of a loader of the class's own that has no length, and ended within the step."""
         if not 0 < len(samples) < num_batches:
             return samples
-        fill = [without_targets(samples[0], self.weighted_loss.label_names)] if self._sums_targets else samples
+        fill = samples
+        if self._sums_targets:
+            fill = [cast(Batch, without_targets(samples[0], self.weighted_loss.label_names))]
         return list(islice(chain(samples, cycle(fill)), num_batches))
 
     def _end_with_data(self) -> None:

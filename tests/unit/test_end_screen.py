@@ -10,7 +10,8 @@ from hfdist.config.run import AdapterConfig, ReportConfig, RunConfig
 from hfdist.config.task import TaskName
 from hfdist.data import PoolReport
 from hfdist.records import RunRecord
-from hfdist.run.end_screen import Ending, describe_end
+from hfdist.run.end_screen import describe_end
+from hfdist.run.ending import Ending
 
 CONFIG = compose_config(["model=tiny", "run.name=first", "train.max_steps=20"])
 RECORD = RunRecord(

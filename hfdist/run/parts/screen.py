@@ -15,7 +15,8 @@ from hfdist.config.model import Init
 from hfdist.config.task import TaskName
 from hfdist.data import are_chats, count_trained, describe_losses
 from hfdist.data.stream.ledger import read_records
-from hfdist.run.end_screen import Ending, describe_end
+from hfdist.run.end_screen import describe_end
+from hfdist.run.ending import Ending
 from hfdist.run.parts.part import Part, warning_of_failure
 from hfdist.run.parts.sample import held_out_example
 from hfdist.run.state import RunState

@@ -9,24 +9,21 @@ from __future__ import annotations
 import copy
 import logging
 import math
-import shlex
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 
 from hfdist.checkpoint import Replicas
-from hfdist.collectives import gather_json, on_rank_zero, world_size
-from hfdist.data.documents.bad_rows import quarantine
-from hfdist.data.stream.ledger import read_records
-from hfdist.errors import NumericsError, printable
-from hfdist.records import RunFolder
+from hfdist.collectives import gather_json, world_size
+from hfdist.errors import NumericsError
 from hfdist.trainer.checkpointing.checkpointer import Checkpointer
 from hfdist.trainer.checkpointing.trainer_state import read_trainer_state
 from hfdist.trainer.fault_tolerance.bit_comparison import find_differences
 from hfdist.trainer.fault_tolerance.skip_counter import SkipCounter, Skipped, Tolerance
+from hfdist.trainer.fault_tolerance.why_it_ends import too_many_skipped, unequal_replicas
 from hfdist.trainer.step.step_lines import OnRollback
 from hfdist.trainer.training import Training
 from hfdist.watch.callback import watches_among
@@ -36,8 +33,6 @@ logger = logging.getLogger(__name__)
 
 LEAST_LOSS_SCALE = 1.0
 """Under fp16, gradients that overflow even at this scale are not the scale's fault."""
-_MOST_NAMES = 4
-"""Documents that a message names; the audit shows the others."""
 # What steps change in the Trainer's state; the rest is settings.
 _STATE_OF_STEPS = ("global_step", "epoch", "log_history", "num_input_tokens_seen", "total_flos",
                    "best_metric", "best_global_step", "best_model_checkpoint")  # fmt: skip
@@ -139,7 +134,7 @@ class NonfiniteGuard:
         for line in differences:
             logger.warning("after step %d the replicas are not equal: %s", step, line)
         if differences:
-            return self._roll_back(step, lambda: self._unequal_replicas(step, differences))
+            return self._roll_back(step, partial(unequal_replicas, self._training, self._counter, step, differences))
         self._counter.take(step)
         return False
 
@@ -166,7 +161,8 @@ class NonfiniteGuard:
             self._deferred = control.should_evaluate or self._deferred[0], control.should_save or self._deferred[1]
             control.should_evaluate = control.should_save = False
             self._tell_watches()
-        return self._counter.skip(skipped) and self._roll_back(step, self._too_many_skipped)
+        is_too_many = self._counter.skip(skipped)
+        return is_too_many and self._roll_back(step, partial(too_many_skipped, training, self._counter))
 
     def _tell_watches(self) -> None:
         # They have seen the end of the step before.
@@ -240,52 +236,3 @@ class NonfiniteGuard:
         for callback in self._training.callbacks:
             if isinstance(callback, OnRollback):
                 callback.on_rollback(state)
-
-    # ---- what to say ----
-
-    def _too_many_skipped(self) -> NumericsError:
-        skipped = self._counter.skipped
-        names = on_rank_zero(lambda: self._name_documents(skipped[0]))
-        more = f" and {len(names) - _MOST_NAMES:,} more" if len(names) > _MOST_NAMES else ""
-        read = [f"it read {', '.join(names[:_MOST_NAMES])}{more}"] if names else []
-        run = shlex.quote(f"run={self._training.args.output_dir}")
-        audit = f"python recipes/audit.py {run} step={skipped[0].step}"
-        look = f"{audit} shows the documents; {quarantine(names[:_MOST_NAMES])} takes some out; or " if names else ""
-        return NumericsError(
-            f"the loss or the gradient was not finite {len(skipped)} steps in a row, {self._why_no_way_back()}",
-            where=f"step {skipped[0].step}",
-            found=(str(skipped[0]), *read, *(f"step {later.step}: {later}" for later in skipped[1:])),
-            hint=f"{look}a lower optimizer.lr or train.max_grad_norm, a longer warm-up, or train.precision=fp32; "
-            "checkpoints are from before it",
-        )
-
-    def _unequal_replicas(self, step: int, differences: list[str]) -> NumericsError:
-        what = f"ranks that hold the same parameters do not hold the same bits, {self._why_no_way_back()}"
-        hint = (
-            "leave the named host out: its memory or its device is likely faulty; on machines of different kinds, "
-            "which round differently, train.compare_replicas_every=null"
-        )
-        return NumericsError(what, where=f"step {step}", found=tuple(differences), hint=hint)
-
-    def _why_no_way_back(self) -> str:
-        if not self._counter.may_roll_back:
-            return f"and the run has gone back {self._counter.rollbacks} times without getting beyond it"
-        if self._training.stream is None:
-            return "and only a hfdist TokenStream can go back to a checkpoint while the run goes on"
-        return "and there is no checkpoint to go back to"
-
-    def _name_documents(self, skipped: Skipped) -> list[str]:
-        """SOURCE:FILE:ROW of what was trained on; only of the data ranks whose loss was not finite, if any."""
-        stream, strategy = self._training.stream, self._training.strategy
-        if stream is None or stream.ledger is None:
-            return []
-        documents: dict[int, None] = {}
-        for sample in range(skipped.end_sample - strategy.batch.global_batch_size, skipped.end_sample):
-            number, lane = divmod(sample, stream.config.lanes)
-            if skipped.data_ranks and lane % strategy.topology.data not in skipped.data_ranks:
-                continue
-            records = read_records(RunFolder(Path(str(self._training.args.output_dir))).ledger, lane)
-            begin, end = np.searchsorted(records["sequence"], [number, number + 1]).tolist()
-            records = records[begin:end]
-            documents |= dict.fromkeys(records["document"][records["num_tokens"] > 0].tolist())
-        return [printable(str(stream.corpus.origin(document))) for document in documents]

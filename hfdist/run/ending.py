@@ -1,0 +1,70 @@
+"""What a run has come to: all that the screen at its end says."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from hfdist.config.run import RunConfig
+from hfdist.data import PoolReport
+from hfdist.records import RunRecord
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ending:
+    """What a run has come to; None: not known, or not measured."""
+
+    config: RunConfig
+    record: RunRecord
+    layout: str
+    """The processes and the axes of the mesh."""
+    model_type: str
+    num_parameters: int
+    num_trained: int
+    folder: Path
+    """What a user opens."""
+    adapter_folder: Path | None = None
+    step: int
+    """Step of the weights in the folder."""
+    stopped_by: str | None = None
+    """The budget that has stopped the run before its end."""
+    loss: float | None = None
+    """Loss on held-out data of the weights in the folder."""
+    loss_before: float | None = None
+    """The same at step 0."""
+    without_context: float | None = None
+    """Loss of a unigram model on the same data, where it means something."""
+    recall: float | None = None
+    """Share of held-out queries that find their text first among all held-out ones."""
+    reciprocal_rank: float | None = None
+    """Mean of one over the place of that text."""
+    accuracy: float | None = None
+    """Share of the held-out pairs whose chosen answer is preferred."""
+    margin: float | None = None
+    """Mean difference of the rewards of chosen and rejected answers."""
+    num_held_out: int | None = None
+    """Held-out pairs."""
+    rewards: tuple[float, float] | None = None
+    """Mean reward of the first and of the last logged step."""
+    each_reward: Mapping[str, float] = field(default_factory=dict)
+    """Mean of each reward in the last logged step, where there are several."""
+    learns_nothing: bool = False
+    """Whether answers to one prompt have always had the same reward."""
+    cut_off: float | None = None
+    """Share of the last answers that were cut at `task.max_new_tokens`."""
+    failed_episodes: float | None = None
+    """Share of the last episodes whose environment has failed."""
+    pools: Sequence[PoolReport] = ()
+    num_documents: int | None = None
+    """Documents that were trained on."""
+    left_out: str | None = None
+    """How many documents were cut or left out, in words."""
+    peak_bytes: Sequence[Mapping[str, float]] = ()
+    """The most memory that each rank has used, by kind."""
+    graded: Mapping[str, tuple[float, float]] = field(default_factory=dict)
+    """What was planned, and what was measured, by the names of `planning.grade`."""
+    is_chat: bool = False
+    """Whether it has learned turns of a chat, so that it is asked in its chat template."""
+    sample_prompt: str | None = None
+    """A prompt of the held-out examples."""

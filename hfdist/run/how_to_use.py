@@ -1,0 +1,51 @@
+"""A few lines of Python that load the model of a run and use it for what it has learned."""
+
+from __future__ import annotations
+
+import json
+
+from hfdist.config.task import Head
+from hfdist.run.ending import Ending
+
+_PROMPT = "Once upon a time"
+_LONGEST_PROMPT = 120
+
+
+def describe_use(end: Ending) -> list[str]:
+    """Give lines of Python to copy, at the margin so that a prompt takes them."""
+    folder, head = json.dumps(str(end.folder), ensure_ascii=False), end.config.task.name.traits.head
+    if head is Head.none:
+        return _embed(folder)
+    name = "AutoModelForSequenceClassification" if head is Head.score else "AutoModelForCausalLM"
+    imports = [f"from transformers import {name}, AutoTokenizer"]
+    if end.config.adapter.is_used and not (end.folder / "config.json").is_file():
+        name = name.replace("AutoModel", "AutoPeftModel")
+        imports = ["from transformers import AutoTokenizer", f"from peft import {name}"]
+    load = f"model, tokenizer = (auto.from_pretrained({folder}) for auto in ({name}, AutoTokenizer))"
+    return [*imports, load, *(_score() if head is Head.score else _generate(end))]
+
+
+def _embed(folder: str) -> list[str]:
+    query, texts = 'model.encode_query(["A query."])', 'model.encode_document(["A text.", "Another one."])'
+    return [
+        "from sentence_transformers import SentenceTransformer",
+        f"model = SentenceTransformer({folder})",
+        f"print(model.similarity({query}, {texts}))",
+    ]
+
+
+def _score() -> list[str]:
+    return ['print(model(**tokenizer("A good answer.", return_tensors="pt")).logits)']
+
+
+def _generate(end: Ending) -> list[str]:
+    own, of_data = end.config.report.sample_prompt, end.sample_prompt
+    if len(of_data or "") > _LONGEST_PROMPT:
+        of_data = None
+    # As the sample of the run: an answer is greedy, and what a model continues freely would repeat itself.
+    choice = "do_sample=False" if of_data and not own else "do_sample=True, top_k=40"
+    lines, inputs = [], f'tokenizer({json.dumps(own or of_data or _PROMPT, ensure_ascii=False)}, return_tensors="pt")'
+    if end.is_chat:
+        lines = ['chat = [{"role": "user", "content": "Who are you?"}]']
+        inputs = 'tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt")'
+    return [*lines, f"print(tokenizer.decode(model.generate(**{inputs}, max_new_tokens=50, {choice})[0]))"]
