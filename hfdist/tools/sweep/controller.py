@@ -7,29 +7,26 @@ and dead ones go on from their checkpoints.
 from __future__ import annotations
 
 import json
-import math
 import time
 from collections.abc import Callable
 from functools import cached_property
 from itertools import pairwise
-from pathlib import Path
 
 from hfdist.atomic_write import write_atomically
 from hfdist.config.override_text import as_overrides
 from hfdist.config.sweep import Sampler
-from hfdist.errors import BudgetError, CheckpointError, ConfigError, PeerError
-from hfdist.records import RunFolder, RunRecord, State, read_lines, read_run
+from hfdist.errors import CheckpointError, ConfigError
+from hfdist.records import RunRecord, read_run
 from hfdist.records.trials import Result, Trial, TrialLog
 from hfdist.tools.sweep.halving import next_promotion, rungs_of, tokens_of_rungs
 from hfdist.tools.sweep.launchers.base import LOG, LaunchedTrial, Launcher
 from hfdist.tools.sweep.population import generation_of, next_member
 from hfdist.tools.sweep.sampling import choose_values
 from hfdist.tools.sweep.sweep import Sweep, total_tokens
+from hfdist.tools.sweep.trial_end import End, how_ended, last_value
 
 _AIM = "aim.json"
 """File in the folder of a trial: the rung to whose end it was started last, and its number of starts before."""
-_SIGNALS = range(129, 129 + 64)
-"""Exit codes of a shell for a process that a signal has ended; 255 is that of a program that gives up."""
 _MOST_KILLS = 3
 """Number of kills on the way to one rung after which a trial has failed."""
 
@@ -200,42 +197,40 @@ class Controller:
         """Record how a trial ended; `exit_code`: that of its process, None: not known."""
         folder, record = self.sweep.folder_of(trial), self._record_of(trial)
         name = f"trial {trial.number}{self._rung_text(rung)}"
-        # A trial whose own budget is used up is done.
-        is_done = record is not None and (record.state is State.finished or record.exit_code == BudgetError.exit_code)
-        if record is not None and is_done:
-            result = Result(step=record.step, tokens=record.tokens, value=last_value(folder, self._config.metric))
-            self.log.reach(trial, result)
-            shown = "no value" if result.value is None else f"{self._config.metric} {result.value:.4f}"
-            self._say(f"{name}: {shown}, {result.tokens:,} tokens")
-            if result.value is None:
-                self.log.fail(trial, f"metrics.jsonl has no {self._config.metric}")
-        elif self._is_told_to_stop or (record is not None and record.state is State.stopped):
-            self._say(f"{name} has stopped")
-        elif record is not None and record.state is State.failed and not _was_killed(record):
-            self.log.fail(trial, record.error or f"exit code {record.exit_code}")
-            self._say(f"{name} has failed: {record.error}; {folder / LOG}")
-        elif record is None and (exit_code or 0) > 0 and exit_code not in _SIGNALS:
-            self.log.fail(trial, f"exit code {exit_code} before the run had begun")
-            self._say(f"{name} has failed before it had begun, with {exit_code}: {folder / LOG}")
-        else:
-            kills = self._kills[trial.number, rung] = self._kills.get((trial.number, rung), 0) + 1
-            if kills >= _MOST_KILLS:
-                self.log.fail(trial, f"it was killed {kills} times")
-                self._say(f"{name} was killed {kills} times: {folder / LOG}")
-            else:
-                self._say(f"{name} was killed, and goes on")
+        match how_ended(record, exit_code, is_told_to_stop=self._is_told_to_stop):
+            case End.done:
+                assert record is not None
+                self._reach(trial, name, record)
+            case End.stopped:
+                self._say(f"{name} has stopped")
+            case End.failed:
+                assert record is not None
+                self.log.fail(trial, record.error or f"exit code {record.exit_code}")
+                self._say(f"{name} has failed: {record.error}; {folder / LOG}")
+            case End.failed_before_it_began:
+                self.log.fail(trial, f"exit code {exit_code} before the run had begun")
+                self._say(f"{name} has failed before it had begun, with {exit_code}: {folder / LOG}")
+            case End.killed:
+                self._count_kill(trial, rung, name)
+
+    def _reach(self, trial: Trial, name: str, record: RunRecord) -> None:
+        """Record the result of a rung; without a value of the metric the trial has failed."""
+        metric = self._config.metric
+        value = last_value(self.sweep.folder_of(trial), metric)
+        self.log.reach(trial, Result(step=record.step, tokens=record.tokens, value=value))
+        shown = "no value" if value is None else f"{metric} {value:.4f}"
+        self._say(f"{name}: {shown}, {record.tokens:,} tokens")
+        if value is None:
+            self.log.fail(trial, f"metrics.jsonl has no {metric}")
+
+    def _count_kill(self, trial: Trial, rung: int, name: str) -> None:
+        """Let a killed trial go on, unless it was killed too often on the way to this rung."""
+        kills = self._kills[trial.number, rung] = self._kills.get((trial.number, rung), 0) + 1
+        if kills < _MOST_KILLS:
+            self._say(f"{name} was killed, and goes on")
+            return
+        self.log.fail(trial, f"it was killed {kills} times")
+        self._say(f"{name} was killed {kills} times: {self.sweep.folder_of(trial) / LOG}")
 
     def _rung_text(self, rung: int) -> str:
         return "" if self._config.rungs == 1 else f" (rung {rung})"
-
-
-def _was_killed(record: RunRecord) -> bool:
-    """Whether the run was ended from outside: a rank was lost, or a signal came before it could save."""
-    return record.exit_code == PeerError.exit_code or record.exit_code in _SIGNALS
-
-
-def last_value(folder: Path, metric: str) -> float | None:
-    """Give the last value of a metric of a run; None: there is none, or it is not finite."""
-    found: list[float | None] = [line[metric] for line in read_lines(RunFolder(folder).metrics) if metric in line]
-    value = found[-1] if found else None
-    return float(value) if isinstance(value, (int, float)) and math.isfinite(value) else None
