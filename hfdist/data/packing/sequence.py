@@ -36,6 +36,14 @@ INPUT_IDS, POSITION_IDS, LABELS = range(3)
 NAMES = ("input_ids", "position_ids", "labels")
 
 
+class Pieces(NamedTuple):
+    """What the rows of one sequence, or of several end to end, are made of; the fields are those of `Sequence`."""
+
+    parts: Sequences[NDArray[np.integer]]
+    lengths: Sequences[int]
+    blanks: Sequences[tuple[int, int]]
+
+
 class Sequence(NamedTuple):
     """A packed sequence. Its tokens are copied when it becomes part of a batch."""
 
@@ -95,7 +103,7 @@ def filling(num_tokens: int, shape: Shape) -> NDArray[np.int32]:
 
 
 def make_rows(
-    sequences: Sequences[Sequence], dtype: DTypeLike
+    sequences: Sequences[Sequence | Pieces], dtype: DTypeLike
 ) -> tuple[NDArray[np.integer], NDArray[np.integer], NDArray[np.integer]]:
     """Copy the tokens of sequences, one or more, and make their positions and labels, int32 or int64.
 
@@ -128,7 +136,7 @@ def _places(num_bits: int, dtype: np.dtype[np.generic]) -> memoryview:
     return np.arange(1 << num_bits, dtype=dtype).data
 
 
-def _tokens(sequences: Sequences[Sequence]) -> NDArray[np.integer]:
+def _tokens(sequences: Sequences[Sequence | Pieces]) -> NDArray[np.integer]:
     """Tokens of all sequences, end to end: a copy."""
     parts = list(chain.from_iterable([one.parts for one in sequences]))
     if len({part.dtype for part in parts}) > 1:
@@ -138,7 +146,7 @@ def _tokens(sequences: Sequences[Sequence]) -> NDArray[np.integer]:
     return np.frombuffer(joined, parts[0].dtype)
 
 
-def collate(sequences: list[Sequence], packing: Packing, shape: Shape) -> dict[str, torch.Tensor]:
+def collate(sequences: Sequences[Sequence | Pieces], packing: Packing, shape: Shape) -> dict[str, torch.Tensor]:
     """Stack sequences, int64.
 
     Returns:
