@@ -266,9 +266,9 @@ class CutSequences:
         if turns is not None:
             numbers = turns[numbers]
             order = np.argsort(numbers, kind="stable")
-            owners, starts, sizes, used, numbers = (
-                column[order] for column in (owners, starts, sizes, used, numbers)
-            )
+            owners, starts, sizes, used, numbers = (column[order] for column in (owners, starts, sizes, used, numbers))
+        self._begins = numbers * shape.length + starts % shape.length
+        """Where each piece begins, counted from the first turn."""
         self._piece_ends = [0, *np.searchsorted(numbers, np.arange(1, num_sequences)).tolist(), len(owners)]
         self._sizes = sizes.tolist()
         self._parts = slices(arrays, items.arrays[owners], items.starts[owners] + used, sizes)
@@ -283,11 +283,11 @@ class CutSequences:
         """Give what the rows of neighbours are made of, in the order of their turns."""
         own = slice(self._piece_ends[first], self._piece_ends[stop])
         blanks = [
-            (start + self._length * (number - first), end + self._length * (number - first))
-            for number in (range(first, stop) if self._blanks else ())
-            for start, end in self._blanks.get(number, ())
+            (start + self._length * number, end + self._length * number)
+            for number in (range(stop - first) if self._blanks else ())
+            for start, end in self._blanks.get(first + number, ())
         ]
-        return Pieces(self._parts[own], self._sizes[own], blanks)
+        return Pieces(self._parts[own], self._sizes[own], self._begins[own] - first * self._length, blanks)
 
     def given(self, first: int, stop: int) -> Given:
         """Give what is known of neighbours in the order of lanes, all of one lane."""

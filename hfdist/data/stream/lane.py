@@ -119,9 +119,7 @@ def open_turns(
 ) -> Iterator[SequencesInTurn]:
     """Give the sequences of lanes in the order of their turns, many at once, where `has_even_turns`.
 
-    Args:
-        places: of the lanes in the only pool, in the order of their turns.
-        batch_size: each item holds whole batches.
+    `places` are those of the lanes in the only pool, in the order of their turns; each item holds whole batches.
     """
     iterators = {lane: plan.documents(0, lane, place) for lane, place in places.items()}
     return MultiLaneReader(iterators, documents, plan.shape).in_turn(batch_size)
@@ -230,7 +228,7 @@ class SequencesInTurn:
         """Turns that were given, and those of them that `untold` has told."""
 
     def next(self, count: int) -> sequence.Pieces | None:
-        """Give the next sequences end to end, for `sequence.make_rows`; None: there are no more."""
+        """Give the next sequences end to end, for `sequence.stack`; None: there are no more."""
         first = self._taken
         if first == self._num_turns:
             return None
@@ -334,8 +332,8 @@ class MultiLaneReader:
             place = num_turns % len(lanes)
             lanes = [*lanes[place:], *lanes[:place]]
             most = min(_MOST_SEQUENCES * len(lanes), _MOST_SEQUENCES_OF_ALL)
-            if 2 * num_turns <= most and self._num_documents - before < _ENOUGH_DOCUMENTS:
-                num_turns *= 2
+            if self._num_documents - before < _ENOUGH_DOCUMENTS:
+                num_turns = max(min(2 * num_turns, most - most % batch_size), batch_size)
 
     def _read(self, wanted: Mapping[int, int]) -> None:
         """Read until each of some lanes has as many sequences as are wanted of it, or has ended."""

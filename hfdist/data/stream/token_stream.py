@@ -34,7 +34,7 @@ from hfdist.data.order.lane_state import Columns, LaneState, Progress
 from hfdist.data.order.records import Records, Status, chain, numbers_of
 from hfdist.data.order.shares import Shares
 from hfdist.data.order.shuffle import LaneOrder, Mixture, workers_that_fit
-from hfdist.data.packing.sequence import IGNORED, Bundle, Sequence, Shape, bundle, collate, unbundle
+from hfdist.data.packing.sequence import IGNORED, Bundle, Sequence, Shape, bundle, collate, stack, unbundle
 from hfdist.data.packing.windows import RULE
 from hfdist.data.stream.lane import LanePlan, Packed, SequencesInTurn, open_lanes, open_turns
 from hfdist.data.stream.ledger import Ledger
@@ -387,16 +387,14 @@ class TokenStream(IterableDataset[dict[str, torch.Tensor]]):
                 self.ledger.before_count = self._note_turns
             while (pieces := sequences.next(batch_size)) is not None:
                 self._count(batch_size)
-                yield collate([pieces], self.plan.packing, self.plan.shape)
+                yield stack(pieces, self.plan.shape)
 
     def _note_turns(self) -> None:
         """Advance the states of lanes and the ledger past what was given in columns."""
         for lane, given in self._in_turn.untold() if self._in_turn is not None else ():
             (digest, (progress,), number), records = self._states[lane], given.records
             num_sequences = len(given.stops)
-            records["sequence"] = np.repeat(
-                np.arange(number, number + num_sequences), np.diff(given.stops, prepend=0)
-            )
+            records["sequence"] = np.repeat(np.arange(number, number + num_sequences), np.diff(given.stops, prepend=0))
             after = Progress(
                 given.next_place,
                 progress.sequences + num_sequences,
