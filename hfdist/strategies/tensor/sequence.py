@@ -15,8 +15,8 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from functools import wraps
-from typing import Any, NamedTuple
+from functools import partial, wraps
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -124,9 +124,12 @@ class SequenceParallel:
     def linear(self, value: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """Give what a layer makes of whole sequences, and keep a part of them for the backward."""
         own = self._input
-        is_own = own is not None and own.is_read_by(value)
-        with saved_tensors_hooks(own.keep, _unpack) if own is not None and is_own else nullcontext():
+        if own is None or not own.is_read_by(value):
             return functional.linear(value, weight, bias)
+        # In two dimensions, as autograd keeps it: no other view of the same memory is there.
+        rows = value.flatten(0, 1)
+        with saved_tensors_hooks(partial(own.keep, rows.untyped_storage()._cdata), _unpack):
+            return functional.linear(rows, weight, bias).unflatten(0, value.shape[:2])
 
     def scatter(self, whole: torch.Tensor) -> torch.Tensor:
         """Give this rank's part of what all ranks have whole."""
@@ -198,15 +201,15 @@ class _GatheredInput:
 
     def is_read_by(self, value: torch.Tensor) -> bool:
         """Whether a layer reads it as it was gathered."""
+        # What was written in place since is kept as it is.
         return self._whole() is value and value._version == 0
 
-    def keep(self, tensor: torch.Tensor) -> _Kept | torch.Tensor:
-        """Take what autograd keeps of a layer: of the input, as it stands in memory, a note is enough."""
-        whole = self._whole()
-        if whole is None or tensor.untyped_storage().data_ptr() != whole.untyped_storage().data_ptr():
-            return tensor
+    def keep(self, storage: int, kept: torch.Tensor) -> _GatheredInput | torch.Tensor:
+        """Stand for the whole one, by its storage, in what autograd keeps of a layer; the weight it keeps itself."""
+        if kept.untyped_storage()._cdata != storage:
+            return kept
         self._num_kept += 1
-        return _Kept(self, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
+        return self
 
     def gather(self) -> torch.Tensor:
         """Give the whole one in the backward, to one of those who kept it."""
@@ -218,17 +221,8 @@ class _GatheredInput:
         return again
 
 
-class _Kept(NamedTuple):
-    """A tensor that lies in a gathered input."""
-
-    of: _GatheredInput
-    shape: torch.Size
-    stride: tuple[int, ...]
-    offset: int
-
-
-def _unpack(kept: _Kept | torch.Tensor) -> torch.Tensor:
-    return kept.of.gather().as_strided(*kept[1:]) if isinstance(kept, _Kept) else kept
+def _unpack(kept: _GatheredInput | torch.Tensor) -> torch.Tensor:
+    return kept.gather().flatten(0, 1) if isinstance(kept, _GatheredInput) else kept
 
 
 class _DropoutOfParts(TorchFunctionMode):
