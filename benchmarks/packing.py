@@ -21,7 +21,7 @@ from benchmarks.table import Measure, describe_run, markdown, publish, read_opti
 from hfdist.data.order.lane_state import Place
 from hfdist.data.order.records import Status
 from hfdist.data.packing import sequence
-from hfdist.data.packing.sequence import INPUT_IDS, Shape, make_rows
+from hfdist.data.packing.sequence import INPUT_IDS, Pieces, Shape, make_rows
 from hfdist.data.packing.windows import best_fit
 from hfdist.data.sources.document_batch import DocumentBatch
 
@@ -133,7 +133,7 @@ def _contenders(work: Work, length: int) -> tuple[dict[str, Callable[[], Packed]
 def _ours(work: Work, length: int, which: slice = _ALL) -> Iterator[NDArray[np.int32]]:
     """Make rows with tokens, positions and labels; give the tokens."""
     for batch in _batches(work, length, which):
-        yield from make_rows(batch, np.int32)[INPUT_IDS].reshape(-1, length)
+        yield from make_rows(Pieces.of(batch), np.int32)[INPUT_IDS].reshape(-1, length)
 
 
 def _batches(work: Work, length: int, which: slice = _ALL) -> Iterator[list[sequence.Sequence]]:

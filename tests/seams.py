@@ -108,6 +108,7 @@ SEAMS = {
     "_trial": "transformers.Trainer",
     "_unsafe_view": "torch.ops.aten",
     "_varlen_attn": "torch.nn.attention.varlen",
+    "_version": "torch.Tensor",
     "_wandb": "transformers.integrations.integration_utils.WandbCallback",
     "_weight_conversions": "transformers.core_model_loading",
     "_world": "torch.distributed.distributed_c10d",

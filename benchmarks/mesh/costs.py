@@ -52,6 +52,9 @@ _3D = _FSDP | {"pipeline": 2, "tensor": 2}
 CASES = {
     "fsdp2": Case(keys=_FSDP, layout=Layout(**_STEP | {"micro_batches": 1}, shard=2, is_fsdp=True)),
     "tensor, own plan": Case(keys={"tensor": 2}, layout=Layout(**_STEP, tensor=2)),
+    "tensor, tokens shared": Case(
+        keys={"tensor": 2, "sequence": True}, layout=Layout(**_STEP, tensor=2, shares_tokens=True)
+    ),
     "tensor, outputs gathered": Case(
         keys={"tensor": 2}, layout=Layout(**_STEP, tensor=2, gathers_outputs=True), sizes=_INDIVISIBLE
     ),

@@ -106,6 +106,8 @@ class Layout:
     """Whether context ranks gather keys and values, in place of exchanging heads."""
     gathers_outputs: bool = False
     """Whether tensor ranks gather the output of each layer."""
+    shares_tokens: bool = False
+    """Whether tensor ranks share the tokens between attention and MLP."""
 
 
 def sent_bytes(model: Model, layout: Layout) -> Counter[tuple[str, str]]:
@@ -149,6 +151,12 @@ def _add_tensor(add: Any, model: Model, layout: Layout) -> None:
         # The gradients by what layers read: queries, keys and values read the same, and so do gate and up.
         read = 2 * model.hidden + model.queries + model.intermediate
         summed += states / model.hidden * model.num_blocks * read
+    elif layout.shares_tokens:
+        # Attention and the feed-forward layers gather what they read, again in the backward, and the gradient of what
+        # they give, which a reduce-scatter adds up, as it does the gradient of what they read. At the ends: the last
+        # states, and the gradient of the first ones.
+        add("tensor", layout.tensor, "all-gather", states * (model.num_blocks * 6 + 2))
+        add("tensor", layout.tensor, "reduce-scatter", states * model.num_blocks * 4)
     else:
         # After attention and after the feed-forward layers, and the gradients before them.
         summed += states * model.num_blocks * 4

@@ -29,6 +29,8 @@ class RunFolder:
         """How the plan compares with what was measured."""
         self.ledger = path / "ledger"
         """Folder with what was read of the data."""
+        self.awaited_records = path / "records.awaited"
+        """While a checkpoint comes from the mirror and its records after it: the name of the newest one before."""
         self.checkpoints = path / "checkpoints"
         self.model = path / "model"
         self.adapter = path / "adapter"
@@ -70,6 +72,13 @@ class RunFolder:
         paths = [self.record, self.events, *self.step_lines]
         paths += (path for path in ledger if _LEDGER_FILE.fullmatch(path.name))
         return {path.relative_to(self.path).as_posix(): path for path in paths if path.is_file()}
+
+    def is_record(self, name: str) -> bool:
+        """Whether a place in the folder is one that `records` may give."""
+        folder, _, own = name.rpartition("/")
+        if folder == self.ledger.name:
+            return _LEDGER_FILE.fullmatch(own) is not None
+        return name in {path.name for path in (self.record, self.events, *self.step_lines)}
 
 
 IN_RUN = RunFolder(Path())

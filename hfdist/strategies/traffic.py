@@ -295,11 +295,12 @@ class Axes:
         written, read = of_plan.summed * sizes.compute_bytes, of_plan.summed_backward * sizes.weight_bytes
         summed = 0.0
         if self.config.sequence:
-            # A module's input is gathered, of its sum a rank keeps its tokens; gradients go the other way. The last
-            # block's output is gathered, too, and so is the gradient by the first one's input.
+            # A module's input is gathered in the forward and once in the backward, of its sum a rank keeps its tokens;
+            # gradients go the other way. The last block's output is gathered, too, and so is the gradient by the first
+            # one's input.
             ranks = self._rank_of_stage()
             ends = self.tokens * (2 if ranks[0] == ranks[-1] else 1) * sizes.hidden * sizes.weight_bytes
-            yield from add(ALL_GATHER, tokens * (read * sizes.forwards + written) + ends, num_sums)
+            yield from add(ALL_GATHER, tokens * (read * 2 + written) + ends, 3 * calls)
             yield from add(REDUCE_SCATTER, tokens * (written * sizes.forwards + read), num_sums)
             # What is looked up, and the gradient by the last states.
             num_sums = 2 * self.batch.num_microbatches

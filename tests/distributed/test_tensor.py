@@ -3,6 +3,7 @@
 import copy
 import dataclasses
 import gc
+import time
 
 import pytest
 import torch
@@ -290,6 +291,8 @@ def held_by_blocks(layout):
         else:
             model.activation_checkpointing_enable({"use_reentrant": False})
         output = model.model(inputs_embeds=hidden * 1, use_cache=False)
+        # A thread of gloo lets the last tensors go a moment later.
+        time.sleep(0.2)
         gc.collect()
         tensors = [value for value in gc.get_objects() if isinstance(value, torch.Tensor)]
         wide = {value.data_ptr(): value.nbytes for value in tensors if value.dim() == 3 and value.shape[-1] == 32}
@@ -307,9 +310,9 @@ def test_ranks_that_share_tokens_keep_less_and_drop_what_one_process_drops():
     half_of_states = SIZES["num_hidden_layers"] * 2 * 16 * 32 * 4 // 2
     for (shared, whole), differences in run_ranks(beside_the_whole_and_without_shares, 2):
         of_recomputed, of_kept = (more - less for more, less in zip(whole, shared, strict=True))
-        # The input of each block; else what two norms keep, too.
+        # The input of each block; else what two norms keep, too, and what they give to the tensor regions.
         assert of_recomputed == half_of_states
-        assert of_kept >= 3 * half_of_states
+        assert of_kept == 7 * half_of_states
         for states_are_alike, *relative in differences:
             assert states_are_alike == [True] * 6
             assert relative == pytest.approx([0, 0], abs=1e-5)

@@ -1,15 +1,18 @@
 """What a start takes from the mirror, and what it says where there is none; how long the end waits, and for what."""
 
+import json
 import logging
 import os
 import shutil
 import signal
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
 
 from hfdist.checkpoint.folder import step_name
-from hfdist.checkpoint.mirror import Objects
+from hfdist.checkpoint.mirror import Objects, packs
+from hfdist.checkpoint.mirror.listed import Content, ListedCheckpoint
 from hfdist.config.composition.compose import compose_config
 from hfdist.errors import CheckpointError, ResourceError
 from hfdist.records import RunFolder
@@ -108,6 +111,90 @@ def test_records_come_with_a_checkpoint_in_place_of_those_of_an_older_one(tmp_pa
             shutil.rmtree(other.ledger)
     assert len(earlier(other.metrics).read_text().splitlines()) >= 2
     assert files_of(earlier(other.ledger))["lane-00000.records"] == b"xyz"
+
+
+def train(run, step):
+    """Add to the records of a run, and upload a checkpoint."""
+    folder = run.config.run.folder
+    folder.ledger.mkdir(parents=True, exist_ok=True)
+    for path, line in ((folder.metrics, f'{{"step": {step}}}\n'), (folder.ledger / "lane-00000.records", f"<{step}>")):
+        with path.open("a") as file:
+            file.write(line)
+    run.uploader.put(save(folder.checkpoints, step))
+    assert run.uploader.wait(60)
+
+
+def records_of(path):
+    folder = RunFolder(path)
+    return folder.metrics.read_text(), (folder.ledger / "lane-00000.records").read_text()
+
+
+def test_a_start_that_is_killed_before_the_records_come_leaves_them_to_the_next(tmp_path):
+    """Also where the folder has those of an older checkpoint."""
+    first = open_part(run_of(tmp_path))
+    train(first, 1)
+    shutil.copytree(tmp_path / "run", tmp_path / "older")
+    train(first, 2)
+    older = run_of(tmp_path, f"run.dir={tmp_path}/older")
+    if (child := os.fork()) == 0:
+        of_part._bring_records = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+        open_part(older)
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == signal.SIGKILL
+    assert records_of(tmp_path / "older")[1] == "<1>"
+    assert (tmp_path / "older/checkpoints" / step_name(2)).is_dir()
+    again = open_part(older)
+    assert records_of(tmp_path / "older") == records_of(tmp_path / "run")
+    # And once only: what the run adds from here on stays.
+    train(again, 3)
+    open_part(run_of(tmp_path, f"run.dir={tmp_path}/older"))
+    assert records_of(tmp_path / "older")[1] == "<1><2><3>"
+
+
+def test_disks_are_lost_again_and_again(tmp_path):
+    """After an upload of what came, and before it."""
+    whole, step = ("", ""), 0
+    for number in range(4):
+        run = open_part(run_of(tmp_path, f"run.dir={tmp_path}/disk-{number}"))
+        if number:
+            assert records_of(run.config.run.folder.path) == whole
+            assert [path.name for path in run.config.run.folder.checkpoints.iterdir()] == [step_name(step)]
+        for _ in range(2 if number != 1 else 0):
+            step += 1
+            train(run, step)
+        whole = records_of(run.config.run.folder.path)
+        shutil.rmtree(run.config.run.folder.path)
+    assert whole[1] == "".join(f"<{one}>" for one in range(1, 7))
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ["config.yaml"],
+        ["ledger/../../out"],
+        [f"checkpoints/{step_name(1)}/weights"],
+        ["ledger/lane-00000.records/below"],
+        ["ledger/own.py"],
+        ["metrics.jsonl", "metrics.jsonl"],
+        [f"ledger/lane-{number}" for number in range(6)],
+    ],
+)
+def test_records_that_are_none_stay_out(names, tmp_path, caplog, monkeypatch):
+    monkeypatch.setattr(packs, "_MOST_FILES", 5)
+    first = open_part(run_of(tmp_path))
+    train(first, 1)
+    objects, name = Objects(f"file://{tmp_path}/mirror/own"), f"{step_name(1)}.json"
+    listed = ListedCheckpoint.from_bytes(objects.read(name, objects.list()[name]), "")
+    pack = json.dumps([[one, 0, 1] for one in names]).encode() + b"\n" + b"x" * len(names)
+    forged = replace(listed, packs=[*listed.packs, Content.of(pack)])
+    objects.write({forged.packs[-1].name: pack, name: forged.to_bytes()})
+    before = files_of(tmp_path)
+    open_part(run_of(tmp_path, f"run.dir={tmp_path}/elsewhere"))
+    assert "goes on without the records" in caplog.text
+    came = {name: data for name, data in files_of(tmp_path).items() if name not in before}
+    assert came
+    assert all(name.startswith(f"elsewhere/checkpoints/{step_name(1)}/") for name in came)
+    assert files_of(tmp_path).items() >= {key: value for key, value in before.items() if "writer" not in key}.items()
 
 
 def test_a_start_from_an_earlier_step_is_refused_before_a_later_one_comes(tmp_path):

@@ -43,7 +43,17 @@ from hfdist.checkpoint.manifest import (
 )
 from hfdist.checkpoint.mirror.listed import CONTENT_BYTES, CONTENTS, Content, ListedCheckpoint, lacks
 from hfdist.checkpoint.mirror.objects import UNFINISHED, Objects
-from hfdist.checkpoint.mirror.packs import Pack, Part, find_new, make_pack, read_pack, write_part
+from hfdist.checkpoint.mirror.packs import (
+    Pack,
+    Part,
+    Stamp,
+    check_number,
+    find_new,
+    make_pack,
+    read_pack,
+    stamps_of,
+    write_part,
+)
 from hfdist.checkpoint.saved import read_state
 from hfdist.checkpoint.write import no_room, removed_on_failure
 from hfdist.data.threads import thread_map
@@ -85,6 +95,8 @@ class Mirror:
         """Names of contents that do not have their hash any more: the next upload writes them anew."""
         self._packs: list[Pack] = []
         """Packs of the newest list that this process has written, or brought here."""
+        self._stamps: dict[str, Stamp] = {}
+        """Stamps of the files when these packs were made of them."""
         self._word = secrets.token_hex(16).encode()
         self._is_claimed = False
 
@@ -196,8 +208,8 @@ class Mirror:
                 self._changed -= new.keys()
                 there |= {name: len(data) for name, data in new.items()}
             sent = UploadProgress(done_bytes, all_bytes, sent.new_bytes + sum(map(len, new.values())))
-        packs = []
-        for pack, new_bytes in self._send_packs(beside, there):
+        packs, stamps = [], stamps_of(beside)
+        for pack, new_bytes in self._send_packs(beside, there, stamps):
             packs.append(pack)
             sent = sent._replace(new_bytes=sent.new_bytes + new_bytes)
             tell(sent)
@@ -209,14 +221,17 @@ class Mirror:
                 step=manifest.step, digest=manifest.digest, held_out_loss=loss, files=files, packs=contents
             ),
         )
-        self._packs = packs
+        self._packs, self._stamps = packs, stamps
         return sent
 
-    def _send_packs(self, beside: Mapping[str, Path], there: Mapping[str, int]) -> Iterator[tuple[Pack, int]]:
+    def _send_packs(
+        self, beside: Mapping[str, Path], there: Mapping[str, int], stamps: Mapping[str, Stamp]
+    ) -> Iterator[tuple[Pack, int]]:
         """Send what packs lack of files; gives all packs, each with the bytes that were sent for it."""
         is_there = [not lacks([one.content], there) and one.content.name not in self._changed for one in self._packs]
         # A pack needs those before it.
-        kept, new = find_new(beside, self._packs if all(is_there) else [])
+        unchanged = {name for name, stamp in stamps.items() if self._stamps.get(name) == stamp}
+        kept, new = find_new(beside, self._packs if all(is_there) else [], unchanged)
         yield from ((pack, 0) for pack in kept)
         for parts in new:
             pack, data = make_pack(beside, parts)
@@ -320,18 +335,24 @@ class Mirror:
             commit(unfinished, folder / name)
         return folder / name
 
-    def fetch_beside(self, name: str, folder: Path) -> bool:
+    def fetch_beside(self, name: str, folder: Path, is_expected: Callable[[str], bool] = lambda name: True) -> bool:
         """Bring the files beside a checkpoint into an empty folder; say whether there are any.
 
+        Args:
+            name: of the checkpoint.
+            folder: exists.
+            is_expected: says whether a file may come, by its name.
+
         Raises:
-            DamagedError: they are not whole, or not what was once sent.
+            DamagedError: they are not whole, not what was once sent, or others than those expected.
             ResourceError: the disk has no room for them, too.
         """
-        place, packs = f"{self.shown}/{name}", list[Pack]()
+        place, packs, names = f"{self.shown}/{name}", list[Pack](), set[str]()
         there = self._objects.list()
         found = self._read(name, there)
         if lacks(found.packs, there):
             raise DamagedError("missing-file", "the mirror lacks files beside a checkpoint", where=place)
+        check_number(len(found.packs), 0, place)
         num_bytes = sum(content.num_bytes for content in found.packs)
         if num_bytes > shutil.disk_usage(folder).free:
             raise no_room(_FULL, folder, num_bytes, "another run.dir")
@@ -341,7 +362,9 @@ class Mirror:
                 self._changed.add(content.name)
                 raise DamagedError("hash", "contents of the mirror have changed", where=place, found=content.name)
             parts, hashes = list[Part](), list[str]()
-            for part, own in read_pack(content, data, place):
+            for part, own in read_pack(content, data, place, is_expected):
+                names.add(part.name)
+                check_number(len(found.packs), len(names), place)
                 try:
                     write_part(folder, part, own)
                 except OSError as error:
@@ -351,7 +374,7 @@ class Mirror:
                 parts.append(part)
                 hashes.append(xxhash.xxh3_128_hexdigest(own))
             packs.append(Pack(content, parts, hashes))
-        self._packs = packs
+        self._packs, self._stamps = packs, {}
         return bool(packs)
 
     def _fill(self, unfinished: Path, found: ListedCheckpoint) -> None:

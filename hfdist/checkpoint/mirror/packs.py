@@ -10,7 +10,8 @@ then a byte is sent a few times, and packs are few.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
@@ -22,9 +23,19 @@ from hfdist.checkpoint.mirror.listed import CONTENT_BYTES, Content
 from hfdist.whole_numbers import whole_number
 
 _MOST_HEAD_BYTES = 16 * 2**20
+_MOST_FILES = 100_000
+"""Files that packs may make: each takes a place on the disk, even if it is empty."""
+_MOST_PACKS = 10_000
+"""Of one list: each takes a request."""
+_RACY_SECONDS = 2.0
+"""A file that has changed so shortly before may change again, and show the same time."""
 _READ_BYTES = 2**20
 _JOINED = 2
 """A pack is joined with what is new if it is at most so many times larger."""
+
+
+Stamp = tuple[int, int, int]
+"""Size of a file, its time of change and its number: a file that is changed gets another one."""
 
 
 class Part(NamedTuple):
@@ -58,8 +69,10 @@ def make_pack(files: Mapping[str, Path], parts: Sequence[Part]) -> tuple[Pack, b
     return Pack(Content.of(data), parts, [xxhash.xxh3_128_hexdigest(one) for one in found]), data
 
 
-def read_pack(content: Content, data: bytes, where: str) -> Iterator[tuple[Part, bytes]]:
-    """Give the parts of a pack with their bytes; a DamagedError: it is none."""
+def read_pack(
+    content: Content, data: bytes, where: str, is_expected: Callable[[str], bool]
+) -> Iterator[tuple[Part, bytes]]:
+    """Give the parts of a pack with their bytes; a DamagedError: it is none, or has a file that is not expected."""
     try:
         head, _, rest = data.partition(b"\n")
         if len(head) > _MOST_HEAD_BYTES:
@@ -67,6 +80,10 @@ def read_pack(content: Content, data: bytes, where: str) -> Iterator[tuple[Part,
         parts = [Part(str(name), whole_number(begin), whole_number(size)) for name, begin, size in json.loads(head)]
         if sum(part.num_bytes for part in parts) != len(rest):
             raise ValueError("it has another size")
+        if len({part.name for part in parts}) != len(parts):
+            raise ValueError("it names a file twice")
+        if strange := next((part.name for part in parts if not is_expected(part.name)), None):
+            raise ValueError(f"it holds {ascii(strange)[:200]}, which is no record")
     except (ValueError, TypeError, RecursionError) as error:
         raise DamagedError("bad-pack", "a pack of the mirror is damaged", where=where, found=error) from error
     begin = 0
@@ -88,19 +105,41 @@ def write_part(folder: Path, part: Part, data: bytes) -> None:
         file.write(data)
 
 
-def find_new(files: Mapping[str, Path], packs: Sequence[Pack]) -> tuple[list[Pack], list[list[Part]]]:
+def check_number(num_packs: int, num_files: int, where: str) -> None:
+    """Refuse more packs than a list may have, and more files than packs may make; a DamagedError."""
+    if num_packs > _MOST_PACKS or num_files > _MOST_FILES:
+        what = "the mirror has too many files beside a checkpoint"
+        found = f"{num_packs:,} packs, {num_files:,} files; allowed are {_MOST_PACKS:,} and {_MOST_FILES:,}"
+        raise DamagedError("bad-pack", what, where=where, found=found)
+
+
+def stamps_of(files: Mapping[str, Path]) -> dict[str, Stamp]:
+    """Give the stamps of files by which their contents are known again: not of those that have just changed."""
+    states = {name: path.stat() for name, path in files.items()}
+    latest = time.time() - _RACY_SECONDS
+    return {
+        name: (state.st_size, state.st_mtime_ns, state.st_ino)
+        for name, state in states.items()
+        if state.st_mtime < latest
+    }
+
+
+def find_new(
+    files: Mapping[str, Path], packs: Sequence[Pack], unchanged: Collection[str] = ()
+) -> tuple[list[Pack], list[list[Part]]]:
     """Find what packs lack of files.
 
     Args:
         files: by name.
         packs: that were sent, the first first.
+        unchanged: names of files that have not changed since then: they are not read again.
 
     Returns:
         The packs that stay, and the parts of each further one.
     """
     sizes = {name: path.stat().st_size for name, path in files.items()}
     chains = _chains(packs)
-    begins = {name: _end_of(path, chains.get(name, [])) for name, path in files.items()}
+    begins = {name: _end_of(path, chains.get(name, []), is_unchanged=name in unchanged) for name, path in files.items()}
     new = {name for name, size in sizes.items() if size > begins[name]}
     kept = list(packs)
     if not new:
@@ -123,9 +162,9 @@ def _chains(packs: Sequence[Pack]) -> dict[str, list[tuple[Part, str]]]:
     return chains
 
 
-def _end_of(path: Path, chain: Sequence[tuple[Part, str]]) -> int:
+def _end_of(path: Path, chain: Sequence[tuple[Part, str]], *, is_unchanged: bool) -> int:
     """Give how many bytes of a file its chain holds; 0: the file was changed before its end since then."""
-    for part, own in chain:
+    for part, own in chain if not is_unchanged else ():
         if _hash(path, part) != own:
             return 0
     return chain[-1][0].begin + chain[-1][0].num_bytes if chain else 0

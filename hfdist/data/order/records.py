@@ -69,11 +69,17 @@ def join(records: Sequence[Records]) -> Records:
     return np.frombuffer(bytearray().join([one.data for one in records]), dtype=RECORD)
 
 
-def chain(digest: int, records: Records) -> int:
-    """Give the digest of a lane after `records`, from the one before them. Digests are in [0, 2**64)."""
-    hashed = hashlib.blake2b(digest.to_bytes(8, "little"), digest_size=8)
-    hashed.update(records.data)
-    return int.from_bytes(hashed.digest(), "little")
+def chain(digest: int, records: Records, stops: Sequence[int] | None = None) -> int:
+    """Give the digest of a lane after `records`, from the one before them. Digests are in [0, 2**64).
+
+    `stops` says where each sequence ends in the records; None: they are of one sequence.
+    """
+    content, start, last = records.data, 0, digest.to_bytes(8, "little")
+    for stop in [len(records)] if stops is None else stops:
+        hashed = hashlib.blake2b(last, digest_size=8)
+        hashed.update(content[start:stop])
+        start, last = stop, hashed.digest()
+    return int.from_bytes(last, "little")
 
 
 def count_new_documents(records: Records) -> int:

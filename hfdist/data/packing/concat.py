@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from hfdist.data.order.lane_state import Place
 from hfdist.data.order.records import Records, Status, make_records
-from hfdist.data.packing.sequence import Integers, Sequence, Shape, after_the_end, filling
+from hfdist.data.packing.sequence import Integers, Pieces, Sequence, Shape, after_the_end, filling
 from hfdist.data.sources.document_batch import DocumentBatch, slices
 from hfdist.errors import DataError
 
@@ -159,14 +159,14 @@ class PackingBuffer:
             numbers.append(number)
         return np.array(numbers, dtype=np.int64)
 
-    def cut(self, num_sequences: Mapping[int, int]) -> CutSequences:
-        """Take so many whole sequences of each lane, one lane after the other.
+    def cut(self, num_sequences: Mapping[int, int], turns: Integers | None = None) -> CutSequences:
+        """Take so many whole sequences of each lane, one lane after the other; `turns` is as in `CutSequences`.
 
         What is passed over after a lane's last token stays.
         """
         taken = [self._take(lane, number * self._shape.length) for lane, number in num_sequences.items() if number]
         items = _Items(*np.concatenate(taken, axis=1))
-        return CutSequences(items, sum(num_sequences.values()), self._shape, self._arrays, self._errors)
+        return CutSequences(items, sum(num_sequences.values()), self._shape, self._arrays, self._errors, turns)
 
     def _take(self, lane: int, num_tokens: int) -> Integers:
         columns = self._columns[lane]
@@ -204,12 +204,24 @@ def _use(columns: Integers, num_tokens: int) -> None:
     columns[_LENGTHS, 0] -= num_tokens
 
 
+class Given(NamedTuple):
+    """Some sequences of one lane, one after the other: what the cursor and the ledger take of them."""
+
+    records: Records
+    """As in `Sequence`, of all."""
+    stops: list[int]
+    """Where each sequence ends in the records."""
+    next_place: Place
+    num_tokens: int
+    num_documents: int
+
+
 class CutSequences:
     """Sequences of whole items, but for the last item of each lane, which is as long as its last sequence needs.
 
     Items of several lanes may follow each other, if those of each lane have as many tokens as whole sequences. The last
     sequence may be shorter than the others. `errors` are of bad documents, by epoch and number; those met are taken
-    out.
+    out. `turns` says for each sequence when its pieces are asked for, if that is not one after the other.
     """
 
     def __init__(
@@ -219,6 +231,7 @@ class CutSequences:
         shape: Shape,
         arrays: Mapping[int, NDArray[np.integer]],
         errors: dict[tuple[int, int], DataError],
+        turns: Integers | None = None,
     ) -> None:
         self._length, self._errors = shape.length, errors
         ends = np.cumsum(items.lengths)
@@ -249,15 +262,43 @@ class CutSequences:
         self._num_begun = np.diff(np.concatenate([[0], np.cumsum(first_tokens == 0)])[record_ends]).tolist()
         has_tokens = sizes > 0
         owners, starts, sizes, used = (column[has_tokens] for column in (owners, starts, sizes, used))
-        self._piece_ends = [0, *np.searchsorted(starts, edges).tolist(), len(owners)]
+        numbers = starts // shape.length
+        if turns is not None:
+            numbers = turns[numbers]
+            order = np.argsort(numbers, kind="stable")
+            owners, starts, sizes, used, numbers = (column[order] for column in (owners, starts, sizes, used, numbers))
+        self._begins = numbers * shape.length + starts % shape.length
+        """Where each piece begins, counted from the first turn."""
+        self._piece_ends = [0, *np.searchsorted(numbers, np.arange(1, num_sequences)).tolist(), len(owners)]
         self._sizes = sizes.tolist()
         self._parts = slices(arrays, items.arrays[owners], items.starts[owners] + used, sizes)
         self._blanks: dict[int, list[tuple[int, int]]] = {}
         for piece in np.flatnonzero(items.fates[owners] == Status.quarantined).tolist():
             self._parts[piece] = filling(self._sizes[piece], shape)
-            number, start = divmod(int(starts[piece]), shape.length)
-            self._blanks.setdefault(number, []).append((start, start + self._sizes[piece]))
+            start = int(starts[piece]) % shape.length
+            self._blanks.setdefault(int(numbers[piece]), []).append((start, start + self._sizes[piece]))
         self._places = _next_places(items, ends, num_sequences, shape.length)
+
+    def pieces(self, first: int, stop: int) -> Pieces:
+        """Give what the rows of neighbours are made of, in the order of their turns."""
+        own = slice(self._piece_ends[first], self._piece_ends[stop])
+        blanks = [
+            (start + self._length * number, end + self._length * number)
+            for number in (range(stop - first) if self._blanks else ())
+            for start, end in self._blanks.get(first + number, ())
+        ]
+        return Pieces(self._parts[own], self._sizes[own], self._begins[own] - first * self._length, blanks)
+
+    def given(self, first: int, stop: int) -> Given:
+        """Give what is known of neighbours in the order of lanes, all of one lane."""
+        begin, *stops = self._record_ends[first : stop + 1]
+        return Given(
+            self._records[begin : stops[-1]],
+            [end - begin for end in stops],
+            Place(*(column[stop - 1] for column in self._places)),
+            (stop - first) * self._length,
+            sum(self._num_begun[first:stop]),
+        )
 
     def sequences(self, first: int, stop: int) -> Iterator[Sequence]:
         """Give some of them, each made when it is asked for: thousands that wait would be looked through by each

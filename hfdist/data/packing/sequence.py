@@ -16,6 +16,7 @@ from collections.abc import Sequence as Sequences
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, chain
+from operator import attrgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -32,8 +33,30 @@ from hfdist.errors import CheckpointError
 
 Integers = NDArray[np.int64]
 
+_TYPE_OF = attrgetter("dtype")
 INPUT_IDS, POSITION_IDS, LABELS = range(3)
 NAMES = ("input_ids", "position_ids", "labels")
+
+
+class Pieces(NamedTuple):
+    """What the rows of one sequence, or of several end to end, are made of; most fields are those of `Sequence`."""
+
+    parts: Sequences[NDArray[np.integer]]
+    lengths: Sequences[int]
+    begins: Sequences[int] | Integers
+    """Where each of its pieces begins."""
+    blanks: Sequences[tuple[int, int]]
+
+    @classmethod
+    def of(cls, sequences: Sequences[Sequence]) -> Pieces:
+        """Join sequences, one or more."""
+        lengths = list(chain.from_iterable([one.lengths for one in sequences]))
+        blanks, first = [], 0
+        for one in sequences if any(one.blanks for one in sequences) else ():
+            blanks += [(first + start, first + stop) for start, stop in one.blanks]
+            first += sum(one.lengths)
+        parts = list(chain.from_iterable([one.parts for one in sequences]))
+        return cls(parts, lengths, [0, *accumulate(lengths[:-1])], blanks)
 
 
 class Sequence(NamedTuple):
@@ -59,7 +82,7 @@ class Sequence(NamedTuple):
     @property
     def rows(self) -> NDArray[np.int32]:
         """input_ids, position_ids and labels; shape [3, length]."""
-        return np.stack(make_rows([self], np.int32))
+        return np.stack(make_rows(Pieces.of([self]), np.int32))
 
 
 @dataclass(frozen=True)
@@ -94,31 +117,25 @@ def filling(num_tokens: int, shape: Shape) -> NDArray[np.int32]:
     return np.full(num_tokens, shape.fill_id, dtype=np.int32)
 
 
-def make_rows(
-    sequences: Sequences[Sequence], dtype: DTypeLike
-) -> tuple[NDArray[np.integer], NDArray[np.integer], NDArray[np.integer]]:
-    """Copy the tokens of sequences, one or more, and make their positions and labels, int32 or int64.
+def make_rows(pieces: Pieces, dtype: DTypeLike) -> tuple[NDArray[np.integer], NDArray[np.integer], NDArray[np.integer]]:
+    """Copy tokens, and make their positions and labels, int32 or int64.
 
     Returns:
         input_ids, position_ids and labels of all, end to end; each of shape [tokens].
     """
-    lengths = list(chain.from_iterable([one.lengths for one in sequences]))
-    tokens = _tokens(sequences)
+    tokens, lengths, begins = _tokens(pieces.parts), pieces.lengths, pieces.begins
     if tokens.dtype.kind == "i" and tokens.min() < 0:
         own_ids = marks.ids_of(tokens)
         ids, labels = own_ids.astype(dtype), marks.labels_of(tokens, own_ids).astype(dtype)
-        lengths = _split(lengths, marks.begin(tokens))
+        lengths, begins = _split(lengths, begins, marks.begin(tokens))
     else:
         ids = tokens.astype(dtype)
         labels = ids.copy()
     places = _places(max(lengths).bit_length(), np.dtype(dtype))
     positions = np.frombuffer(bytearray().join([places[:length] for length in lengths]), dtype)
-    labels[[0, *accumulate(lengths[:-1])]] = IGNORED
-    first = 0
-    for one in sequences if any(one.blanks for one in sequences) else ():
-        for start, stop in one.blanks:
-            labels[first + start : first + stop] = IGNORED
-        first += sum(one.lengths)
+    labels[begins] = IGNORED
+    for start, stop in pieces.blanks:
+        labels[start:stop] = IGNORED
     return ids, positions, labels
 
 
@@ -128,14 +145,19 @@ def _places(num_bits: int, dtype: np.dtype[np.generic]) -> memoryview:
     return np.arange(1 << num_bits, dtype=dtype).data
 
 
-def _tokens(sequences: Sequences[Sequence]) -> NDArray[np.integer]:
-    """Tokens of all sequences, end to end: a copy."""
-    parts = list(chain.from_iterable([one.parts for one in sequences]))
-    if len({part.dtype for part in parts}) > 1:
+def _tokens(parts: Sequences[NDArray[np.integer]]) -> NDArray[np.integer]:
+    """Tokens end to end: a copy."""
+    if len(set(map(_TYPE_OF, parts))) > 1:
         return np.concatenate(parts)
     # The same, in half the time for the few hundred tokens that a part has.
     joined = bytearray().join(parts)  # type: ignore[arg-type]  # arrays are buffers; Python 3.11 has no type for that
     return np.frombuffer(joined, parts[0].dtype)
+
+
+def stack(pieces: Pieces, shape: Shape) -> dict[str, torch.Tensor]:
+    """Stack sequences of one length, int64; see `collate`."""
+    rows = make_rows(pieces, np.int64)
+    return {name: torch.from_numpy(row.reshape(-1, shape.length)) for name, row in zip(NAMES, rows, strict=True)}
 
 
 def collate(sequences: list[Sequence], packing: Packing, shape: Shape) -> dict[str, torch.Tensor]:
@@ -146,9 +168,9 @@ def collate(sequences: list[Sequence], packing: Packing, shape: Shape) -> dict[s
         position_ids, all filled up to the longest.
     """
     if packing is not Packing.none:
-        rows = make_rows(sequences, np.int64)
-        return {name: torch.from_numpy(row.reshape(-1, shape.length)) for name, row in zip(NAMES, rows, strict=True)}
-    ids, _, labels = zip(*(map(torch.from_numpy, make_rows([one], np.int64)) for one in sequences), strict=True)
+        return stack(Pieces.of(sequences), shape)
+    rows = [make_rows(Pieces.of([one]), np.int64) for one in sequences]
+    ids, _, labels = zip(*(map(torch.from_numpy, own) for own in rows), strict=True)
     rows_of = {"input_ids": list(ids), "attention_mask": [torch.ones_like(row) for row in ids], "labels": list(labels)}
     fill = {"input_ids": shape.fill_id, "attention_mask": 0, "labels": IGNORED}
     return {name: pad_sequence(rows, batch_first=True, padding_value=fill[name]) for name, rows in rows_of.items()}
@@ -168,7 +190,7 @@ class Bundle(NamedTuple):
 def bundle(sequences: Sequences[Sequence]) -> Bundle:
     """Copy the tokens and the records of sequences, one or more."""
     return Bundle(
-        _tokens(sequences),
+        _tokens(Pieces.of(sequences).parts),
         join([one.records for one in sequences]),
         [len(one.records) for one in sequences],
         [
@@ -190,8 +212,11 @@ def unbundle(given: Bundle) -> Iterator[Sequence]:
         token, record = stop, last
 
 
-def _split(lengths: list[int], begins: NDArray[np.intp]) -> list[int]:
-    """Give the lengths of documents: those of pieces, of which some hold two."""
-    if not len(begins):
-        return lengths
-    return np.diff(np.union1d([0, *accumulate(lengths)], begins)).tolist()
+def _split(
+    lengths: Sequences[int], begins: Sequences[int] | Integers, more: NDArray[np.intp]
+) -> tuple[Sequences[int], Sequences[int] | Integers]:
+    """Give lengths and begins of documents: those of pieces, of which some hold two; `more` are the second ones."""
+    if not len(more):
+        return lengths, begins
+    edges = np.union1d([*begins, sum(lengths)], more)
+    return np.diff(edges).tolist(), edges[:-1]

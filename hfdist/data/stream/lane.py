@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -18,7 +18,7 @@ from hfdist.data.order.lane_state import Place, Progress
 from hfdist.data.order.records import Status
 from hfdist.data.order.shuffle import LaneOrder, Mixture
 from hfdist.data.packing import sequence
-from hfdist.data.packing.concat import LaneDocuments, PackingBuffer, concat
+from hfdist.data.packing.concat import CutSequences, Given, LaneDocuments, PackingBuffer, concat
 from hfdist.data.packing.sequence import Shape, without_tokens
 from hfdist.data.packing.windows import best_fit, one_each
 from hfdist.data.sources.document_batch import DocumentBatch
@@ -56,6 +56,12 @@ class LanePlan:
         """Whether a lane has come to the end of a pool: nothing is left of the last epoch that it may have."""
         limit = self.pools[pool].epochs
         return limit is not None and place[:2] >= (limit - 1, self.orders[pool].lane_length(limit - 1, lane))
+
+    @property
+    def has_even_turns(self) -> bool:
+        """Whether each sequence is the next one of one endless pool of tokens: see `open_turns`."""
+        (first, *others) = self.pools
+        return not others and first.epochs is None and first.holds_tokens and self.packing is Packing.concat
 
     def documents(self, pool: int, lane: int, place: Place) -> DocumentIterator:
         """Iterate over a lane's documents of a pool, from a place on."""
@@ -106,6 +112,17 @@ def open_lanes(plan: LanePlan, documents: Documents, progress: Mapping[int, Sequ
             for lane, place in left.items():
                 sequences[lane][pool] = _pack(plan, documents, pool, lane, place)
     return {lane: Lane(plan, lane, own) for lane, own in sequences.items()}
+
+
+def open_turns(
+    plan: LanePlan, documents: Documents, places: Mapping[int, Place], batch_size: int
+) -> Iterator[SequencesInTurn]:
+    """Give the sequences of lanes in the order of their turns, many at once, where `has_even_turns`.
+
+    `places` are those of the lanes in the only pool, in the order of their turns; each item holds whole batches.
+    """
+    iterators = {lane: plan.documents(0, lane, place) for lane, place in places.items()}
+    return MultiLaneReader(iterators, documents, plan.shape).in_turn(batch_size)
 
 
 def _pack(plan: LanePlan, documents: Documents, pool: int, lane: int, place: Place) -> Iterator[sequence.Sequence]:
@@ -185,6 +202,54 @@ class DocumentIterator:
         self.place, self._barren_epochs = Place(self.place.epoch + 1), num_barren
 
 
+class SequencesInTurn:
+    """Sequences of lanes that take turns, in columns: an object for each would be most of what reading tokens costs.
+
+        turns    0 1 2 3 4 5 6         pieces stand in this order: those of a batch are neighbours
+        lanes    a b c a b c a
+        cut      a a a | b b | c c     records stand in this order: those of a lane are neighbours
+
+    Args:
+        lanes: in the order of their turns; the first one has the first turn.
+        num_turns: sequences in all.
+        cut: takes as many sequences of each lane as it has turns, and the turn of each sequence; shape [turns].
+    """
+
+    def __init__(
+        self, lanes: Sequence[int], num_turns: int, cut: Callable[[Mapping[int, int], NDArray[np.int64]], CutSequences]
+    ) -> None:
+        self._lanes, self._num_turns = lanes, num_turns
+        counts = turns_of(num_turns, len(lanes))
+        self._firsts = list(itertools.accumulate(counts, initial=0))
+        """Where each lane begins in the order of the cut."""
+        turns = np.concatenate([np.arange(place, num_turns, len(lanes)) for place in range(len(lanes))])
+        self._cut = cut(dict(zip(lanes, counts, strict=True)), turns)
+        self._taken = self._told = 0
+        """Turns that were given, and those of them that `untold` has told."""
+
+    def next(self, count: int) -> sequence.Pieces | None:
+        """Give the next sequences end to end, for `sequence.stack`; None: there are no more."""
+        first = self._taken
+        if first == self._num_turns:
+            return None
+        self._taken += count
+        return self._cut.pieces(first, self._taken)
+
+    def untold(self) -> Iterator[tuple[int, Given]]:
+        """Give what each lane has given since the last call."""
+        before, after = (turns_of(number, len(self._lanes)) for number in (self._told, self._taken))
+        self._told = self._taken
+        for lane, first, start, stop in zip(self._lanes, self._firsts, before, after, strict=False):
+            if stop > start:
+                yield lane, self._cut.given(first + start, first + stop)
+
+
+def turns_of(num_turns: int, num_lanes: int) -> list[int]:
+    """How many of the first turns each of some lanes has."""
+    each, more = divmod(num_turns, num_lanes)
+    return [each + (place < more) for place in range(num_lanes)]
+
+
 class MultiLaneReader:
     """Gives the sequences of lanes that take turns, by `concat` from token files; a lane's errors come at its own turn.
 
@@ -225,11 +290,11 @@ class MultiLaneReader:
     def _pack(self, lanes: list[int]) -> None:
         before = self._num_documents
         try:
-            self._read(lanes, self._num_sequences)
+            self._read(dict.fromkeys(lanes, self._num_sequences))
         except HfdistError:
             # The error may belong to a lane whose turn is later: read only the one sequence that is needed now.
             lanes = lanes[:1]
-            self._read(lanes, 1)
+            self._read(dict.fromkeys(lanes, 1))
         counts = {lane: min(self._buffer.num_sequences(lane), self._num_sequences) for lane in lanes}
         if any(counts.values()):
             cut = self._buffer.cut(counts)
@@ -250,13 +315,34 @@ class MultiLaneReader:
         self._ready[lane].append(sequences)
         self._num_ready[lane] += count
 
-    def _read(self, lanes: list[int], num_sequences: int) -> None:
-        """Read until each of the lanes has `num_sequences` sequences, or has ended."""
+    def in_turn(self, batch_size: int) -> Iterator[SequencesInTurn]:
+        """Give all sequences in the order of the lanes' turns, where no lane ends; the error of a batch at its turn."""
+        lanes, num_turns = list(self._iterators), batch_size
+        while True:
+            before = self._num_documents
+            try:
+                self._read(dict(zip(lanes, turns_of(num_turns, len(lanes)), strict=True)))
+            except HfdistError:
+                if num_turns == batch_size:
+                    raise
+                # It may belong to a later batch.
+                num_turns = batch_size
+                continue
+            yield SequencesInTurn(lanes, num_turns, self._buffer.cut)
+            place = num_turns % len(lanes)
+            lanes = [*lanes[place:], *lanes[:place]]
+            most = min(_MOST_SEQUENCES * len(lanes), _MOST_SEQUENCES_OF_ALL)
+            if self._num_documents - before < _ENOUGH_DOCUMENTS:
+                num_turns = max(min(2 * num_turns, most - most % batch_size), batch_size)
+
+    def _read(self, wanted: Mapping[int, int]) -> None:
+        """Read until each of some lanes has as many sequences as are wanted of it, or has ended."""
+        lanes = list(wanted)
         for num_passes in itertools.count():
-            lanes = [lane for lane in lanes if self._buffer.num_sequences(lane) < num_sequences]
+            lanes = [lane for lane in lanes if self._buffer.num_sequences(lane) < wanted[lane]]
             numbers = {}
             for lane in lanes:
-                guess = self._guess(num_sequences - self._buffer.num_sequences(lane))
+                guess = self._guess(wanted[lane] - self._buffer.num_sequences(lane))
                 # The next documents may be shorter than those before.
                 numbers[lane] = self._iterators[lane].next_documents(min(max(guess, 2**num_passes), _MOST_DOCUMENTS))
             lanes = [lane for lane in lanes if len(numbers[lane])]

@@ -12,7 +12,7 @@ import logging
 import math
 import os
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -49,6 +49,8 @@ class Ledger:
         """What is to be written to each file."""
         self._counted: list[dict[Path, list[bytes]]] = []
         """The same, for each save that has begun."""
+        self.before_count: Callable[[], None] = lambda: None
+        """Adds what a stream has given and not added yet."""
         self._writing = threading.Lock()
         self._num_bad_rows = 0
 
@@ -84,6 +86,7 @@ class Ledger:
 
     def count(self) -> None:
         """Set apart what a checkpoint that begins now counts; `write_counted` must end before the checkpoint does."""
+        self.before_count()
         self._counted.append(self._pending)
         self._pending = {}
 

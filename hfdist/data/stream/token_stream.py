@@ -5,6 +5,7 @@ Its figures follow below: the steps of some epochs; how much of each source a ru
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import gc
 import itertools
@@ -18,6 +19,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 from transformers import PreTrainedTokenizerBase
@@ -32,9 +34,9 @@ from hfdist.data.order.lane_state import Columns, LaneState, Progress
 from hfdist.data.order.records import Records, Status, chain, numbers_of
 from hfdist.data.order.shares import Shares
 from hfdist.data.order.shuffle import LaneOrder, Mixture, workers_that_fit
-from hfdist.data.packing.sequence import IGNORED, Bundle, Sequence, Shape, bundle, collate, unbundle
+from hfdist.data.packing.sequence import IGNORED, Bundle, Sequence, Shape, bundle, collate, stack, unbundle
 from hfdist.data.packing.windows import RULE
-from hfdist.data.stream.lane import LanePlan, Packed, open_lanes
+from hfdist.data.stream.lane import LanePlan, Packed, SequencesInTurn, open_lanes, open_turns
 from hfdist.data.stream.ledger import Ledger
 from hfdist.data.stream.worker_deaths import WorkerRegistry
 from hfdist.data.stream.worker_process import forward_to_rank, keep_arrays
@@ -111,8 +113,9 @@ class TokenStream(IterableDataset[dict[str, torch.Tensor]]):
 
     def ahead(self) -> TokenStream:
         """Give another stream of the same data for this rank, which stands where this does, and writes no ledger."""
+        self._note_turns()
         other = copy.copy(self)
-        other.ledger, other._states = None, dict(self._states)
+        other.ledger, other._states, other._in_turn = None, dict(self._states), None
         return other
 
     @property
@@ -129,6 +132,7 @@ class TokenStream(IterableDataset[dict[str, torch.Tensor]]):
 
         If several runs share the lanes, it has also those of the others, as of the last `deal`.
         """
+        self._note_turns()
         return Cursor(
             identity=self.identity,
             contents=self.corpus.inventory.digest,
@@ -178,6 +182,8 @@ class TokenStream(IterableDataset[dict[str, torch.Tensor]]):
         self._samples = cursor.samples
         self._turn = _place(cursor, self.lanes_of_run) // self._data_size
         """Which of this rank's lanes gives the next sequence: its place among them."""
+        self._in_turn: SequencesInTurn | None = None
+        """Where batches come from, if they are taken in columns: not all of those given are in `_states` yet."""
 
     def load_state_dict(
         self, state: Mapping[str, object], columns: Columns | None = None, *, ledger: Path | None = None
@@ -219,6 +225,7 @@ class TokenStream(IterableDataset[dict[str, torch.Tensor]]):
             cursor: states of all lanes, with the shares that hold from here on.
         """
         before = self.lanes_of_run
+        self._note_turns()
         self._take(cursor)
         if self.lanes_of_run != before:
             self._turn = 0
@@ -357,12 +364,51 @@ class TokenStream(IterableDataset[dict[str, torch.Tensor]]):
 
     def packed(self, worker: int, num_workers: int) -> Iterator[Packed]:
         """Give sequences worker, worker + num_workers, ... from here on; num_workers divides the lanes of this rank."""
-        documents = Documents(self.corpus, self._encoders, open_token_cache(self.config), self.config)
-        states = {lane: self._states[lane] for lane in self.lanes_of_worker(worker, num_workers)}
-        lanes = open_lanes(self.plan, documents, {lane: state.pools for lane, state in states.items()})
+        states = self._states_of_worker(worker, num_workers)
+        lanes = open_lanes(self.plan, self._open_documents(), {lane: state.pools for lane, state in states.items()})
         for turn in itertools.count():
             for number, lane in lanes.items():
                 yield lane.next((states[number].sequences + turn) * self.config.lanes + number)
+
+    def _states_of_worker(self, worker: int, num_workers: int) -> dict[int, LaneState]:
+        self._note_turns()
+        return {lane: self._states[lane] for lane in self.lanes_of_worker(worker, num_workers)}
+
+    def _open_documents(self) -> Documents:
+        return Documents(self.corpus, self._encoders, open_token_cache(self.config), self.config)
+
+    def batches_in_turn(self, batch_size: int) -> Iterator[dict[str, torch.Tensor]]:
+        """Give batches from here on, where `plan.has_even_turns`; what `next_batch` makes of `packed`, and faster."""
+        places = {lane: state.pools[0].place for lane, state in self._states_of_worker(0, 1).items()}
+        for sequences in open_turns(self.plan, self._open_documents(), places, batch_size):
+            self._note_turns()
+            self._in_turn = sequences
+            if self.ledger is not None:
+                self.ledger.before_count = self._note_turns
+            while (pieces := sequences.next(batch_size)) is not None:
+                self._count(batch_size)
+                yield stack(pieces, self.plan.shape)
+
+    def _note_turns(self) -> None:
+        """Advance the states of lanes and the ledger past what was given in columns."""
+        for lane, given in self._in_turn.untold() if self._in_turn is not None else ():
+            (digest, (progress,), number), records = self._states[lane], given.records
+            num_sequences = len(given.stops)
+            records["sequence"] = np.repeat(np.arange(number, number + num_sequences), np.diff(given.stops, prepend=0))
+            after = Progress(
+                given.next_place,
+                progress.sequences + num_sequences,
+                progress.tokens + given.num_tokens,
+                progress.documents + given.num_documents,
+            )
+            self._states[lane] = LaneState(chain(digest, records, given.stops), (after,), number + num_sequences)
+            if self.ledger is not None:
+                self.ledger.add(lane, records, ())
+
+    def _count(self, num_sequences: int) -> None:
+        """Advance the place of the run, past so many sequences of this rank."""
+        self._samples += num_sequences * self._data_size * self._num_runs
+        self._turn = (self._turn + num_sequences) % len(self.lanes)
 
     def next_batch(self, packed: list[Packed]) -> dict[str, torch.Tensor]:
         """Stack sequences to a batch, and advance the cursor and the ledger."""
@@ -371,8 +417,7 @@ class TokenStream(IterableDataset[dict[str, torch.Tensor]]):
                 self._note(lane, pool, sequence)
             else:
                 self._states[lane] = self._states[lane]._replace(sequences=self._states[lane].sequences + 1)
-            self._samples += self._data_size * self._num_runs
-            self._turn = (self._turn + 1) % len(self.lanes)
+        self._count(len(packed))
         sequences = [sequence for _, _, sequence in packed]
         batch = collate(sequences, self.plan.packing, self.plan.shape)
         if self.config.keep_columns and self.plan.packing is Packing.none:
@@ -409,22 +454,30 @@ class StreamLoader:
 
     def __iter__(self) -> Generator[dict[str, torch.Tensor]]:
         """Start the workers, which end with the iterator."""
-        sequences, num_deals = self._sequences(), self.dataset.num_deals
+        batches, num_deals = self._batches(), self.dataset.num_deals
         try:
             while True:
                 if self.dataset.num_deals != num_deals:
                     # What was read ahead is of lanes that others read by now.
-                    sequences.close()
-                    sequences, num_deals = self._sequences(), self.dataset.num_deals
-                yield self.dataset.next_batch([next(sequences) for _ in range(self._batch_size)])
+                    batches.close()
+                    batches, num_deals = self._batches(), self.dataset.num_deals
+                yield next(batches)
         finally:
             # Ends the workers now: an error would hold them until garbage is collected, and that takes five seconds.
-            sequences.close()
+            batches.close()
 
-    def _sequences(self) -> Generator[Packed]:
+    def _batches(self) -> Generator[dict[str, torch.Tensor]]:
+        """Batches of the lanes that this data rank has now."""
+        num_workers = workers_that_fit(self.dataset.config.workers, len(self.dataset.lanes))
+        if num_workers == 0 and self.dataset.plan.has_even_turns:
+            yield from self.dataset.batches_in_turn(self._batch_size)
+        with contextlib.closing(self._sequences(num_workers)) as sequences:
+            while True:
+                yield self.dataset.next_batch([next(sequences) for _ in range(self._batch_size)])
+
+    def _sequences(self, num_workers: int) -> Generator[Packed]:
         """All sequences of this data rank, in order."""
         config = self.dataset.config
-        num_workers = workers_that_fit(config.workers, len(self.dataset.lanes))
         if num_workers == 0:
             yield from self.dataset.packed(0, 1)
         lanes = [sorted(self.dataset.lanes_of_worker(worker, num_workers)) for worker in range(num_workers)]

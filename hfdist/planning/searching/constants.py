@@ -141,12 +141,13 @@ class ModelConstants:
 
 
 def _of_parts(block: PartCosts, read: float) -> PartCosts:
-    """Give the costs of a block of which `read` bytes of a sequence stay whole on each tensor rank."""
+    """Give the costs of a block of which `read` bytes of a sequence are made whole on each tensor rank."""
     whole = {mode: max(grown.whole, 1.0) for mode, grown in block.kept.items()}
     share = min(1.0, read / whole[None])
-    # Computed again: its input, of which a rank has a part, and beside it products that are not yet summed.
+    # Of what is made whole a rank keeps its part. Where cheap things are computed again it keeps products, too, that
+    # are not yet summed.
     products = max(0.0, 1 - whole[Recompute.all] / whole[Recompute.cheap])
-    shares = {None: share, Recompute.cheap: products, Recompute.all: 0.0}
+    shares = {None: 0.0, Recompute.cheap: products, Recompute.all: 0.0}
 
     def cut(growth: Growth, share: float) -> Growth:
         return replace(growth, whole=growth.whole * share, divided=growth.divided + growth.whole * (1 - share))

@@ -12,6 +12,7 @@ from pathlib import Path
 
 from transformers import TrainerCallback
 
+from hfdist.atomic_write import write_atomically
 from hfdist.checkpoint.folder import Keep, list_checkpoints, step_of, temporary
 from hfdist.checkpoint.mirror import Mirror, Objects, Uploader, fetch_best, fetch_newer
 from hfdist.errors import CheckpointError, ResourceError
@@ -85,13 +86,15 @@ def _find(mirror: Mirror, run: RunState) -> list[str]:
         names = mirror.open()
         if names:
             _check_resume(resume, checkpoints, f"{names[-1]}, {mirror.shown}", step_of(names[-1]))
+        before = _newest_before(names, run)
         came = fetch_newer(mirror, names, checkpoints)
         if came is not None:
             check_resume(config)
         own = list_checkpoints(checkpoints)
-        if own and own[-1].name in names and (came is not None or not config.run.folder.ledger.exists()):
-            # Also where a start was killed once it had the checkpoint.
+        has_records = came is None and own and own[-1].name == before and config.run.folder.ledger.exists()
+        if own and own[-1].name in names and not has_records:
             _bring_records(mirror, own[-1].name, run)
+        config.run.folder.awaited_records.unlink(missing_ok=True)
         if config.checkpoint.keep_best:
             fetch_best(mirror, names, checkpoints)
         with suppress(ResourceError):
@@ -107,6 +110,23 @@ def _find(mirror: Mirror, run: RunState) -> list[str]:
     return names
 
 
+def _newest_before(names: Sequence[str], run: RunState) -> str:
+    """Give the name of the checkpoint that the folder's records go with; empty: of none.
+
+    It is written down before a newer checkpoint comes: a start that is killed before it has the records, too, leaves
+    them to the next start.
+    """
+    folder = run.config.run.folder
+    own = list_checkpoints(folder.checkpoints)
+    newest = own[-1].name if own else ""
+    if folder.awaited_records.is_file():
+        return folder.awaited_records.read_text(encoding="utf-8", errors="replace")
+    if names and step_of(names[-1]) > step_of(newest):
+        folder.path.mkdir(parents=True, exist_ok=True)
+        write_atomically(folder.awaited_records, newest.encode())
+    return newest
+
+
 def _bring_records(mirror: Mirror, name: str, run: RunState) -> None:
     """Bring the records beside a checkpoint into the run's folder, in place of those of an older one."""
     folder = run.config.run.folder
@@ -115,7 +135,7 @@ def _bring_records(mirror: Mirror, name: str, run: RunState) -> None:
     unfinished = temporary(folder.path / "records")
     try:
         unfinished.mkdir()
-        if not mirror.fetch_beside(name, unfinished):
+        if not mirror.fetch_beside(name, unfinished, folder.is_record):
             return
         came = RunFolder(unfinished)
         if run.recorder is not None:

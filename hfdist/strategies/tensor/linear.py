@@ -15,7 +15,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -107,27 +107,39 @@ class SharedInputs:
             self._input = self._shared = None
 
 
+class OfSequence(Protocol):
+    """What layers of a tensor region ask of `sequence.SequenceParallel`."""
+
+    def linear(self, value: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """Give a layer's product with what was gathered."""
+
+    def reduce_scatter(self, value: torch.Tensor) -> torch.Tensor:
+        """Give this rank's part of the sum over the ranks."""
+
+
 def run_locally(
     module: Any,
     style: str,
     group: dist.ProcessGroup,
     inputs: SharedInputs,
-    reduce_scatter: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    sequence: OfSequence | None = None,
 ) -> None:
     """Let a layer that has only its rank's part give what `style` says.
 
-    With `reduce_scatter` `colwise` reads what was gathered along the sequence, and of the sum that `rowwise` gives a
-    rank has a part of each sequence.
+    With `sequence` `colwise` reads what was gathered along the sequence, and of the sum that `rowwise` gives a rank has
+    a part of each sequence.
     """
 
     def colwise(value: torch.Tensor) -> torch.Tensor:
         weight = module.weight.T if type(module) is Conv1D else module.weight
-        # What was gathered has its gradient added up there.
-        return functional.linear(inputs(value) if reduce_scatter is None else value, weight, module.bias)
+        if sequence is not None:
+            # What was gathered has its gradient added up there.
+            return sequence.linear(value, weight, module.bias)
+        return functional.linear(inputs(value), weight, module.bias)
 
     def rowwise(value: torch.Tensor) -> torch.Tensor:
         product = functional.linear(value, module.weight)
-        total: torch.Tensor = _Sum.apply(product, group) if reduce_scatter is None else reduce_scatter(product)
+        total: torch.Tensor = _Sum.apply(product, group) if sequence is None else sequence.reduce_scatter(product)
         return total if module.bias is None else total + module.bias
 
     def gather(value: torch.Tensor) -> torch.Tensor:

@@ -323,8 +323,8 @@ def _split_layers(
             shards[part] = ParameterShard(shape=tuple(whole.shape), dim=dim, parts=((start, stop),))
             for owner, of_owner in owners.pop(whole):
                 owner._parameters[of_owner] = part
-        reduce_scatter = sequence.reduce_scatter if sequence is not None and sequence.has(name) else None
-        run_locally(modules[name], style, group, inputs, reduce_scatter)
+        own = sequence if sequence is not None and sequence.has(name) else None
+        run_locally(modules[name], style, group, inputs, own)
     head = model.get_output_embeddings()
     if any(modules[name] is head for name in here):
         start, stop = shard_range(head.out_features, group.size(), group.rank())

@@ -5,20 +5,23 @@
     last block's output     parts -> whole on each rank (gather)
 
 So norms and sums of residuals are computed once, and what a block keeps for its backward is divided. What was a sum
-over the ranks is one in two halves, a reduce-scatter and a gather: in a ring they send as much. Korthikanti et al.,
-2022, "Reducing Activation Recomputation in Large Transformer Models".
+over the ranks is one in two halves, a reduce-scatter and a gather: in a ring they send as much. Of a gathered input a
+rank keeps its part, and gathers it once more in the backward: a quarter more is sent. Korthikanti et al., 2022,
+"Reducing Activation Recomputation in Large Transformer Models".
 """
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 from transformers import PreTrainedModel
@@ -91,6 +94,10 @@ class SequenceParallel:
         """Of the sequences that the running block has a part of."""
         self.is_gathered = False
         """Whether whole sequences are computed: in a tensor region, up to its sum over the ranks."""
+        self._is_repeated = False
+        """Whether the running block is computed again in the backward: that gathers its inputs, too."""
+        self._input: _GatheredInput | None = None
+        """The input of the running tensor region, if only a part of it is to be kept."""
         self._dropout = _DropoutOfParts(self) if _has_dropout(model) else nullcontext()
         blocks = find_blocks(model)
         kinds = {kind: self._in_parts(kind) for kind in set(map(type, blocks))}
@@ -111,8 +118,18 @@ class SequenceParallel:
 
     def reduce_scatter(self, value: torch.Tensor) -> torch.Tensor:
         """Give this rank's part of the sum of what the ranks have computed."""
-        self.is_gathered = False
+        self.is_gathered, self._input = False, None
         return self._exchange(value, _reduce_scatter, _gather)
+
+    def linear(self, value: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """Give what a layer makes of whole sequences, and keep a part of them for the backward."""
+        own = self._input
+        if own is None or not own.is_read_by(value):
+            return functional.linear(value, weight, bias)
+        # In two dimensions, as autograd keeps it: no other view of the same memory is there.
+        rows = value.flatten(0, 1)
+        with saved_tensors_hooks(partial(own.keep, rows.untyped_storage()._cdata), _unpack):
+            return functional.linear(rows, weight, bias).unflatten(0, value.shape[:2])
 
     def scatter(self, whole: torch.Tensor) -> torch.Tensor:
         """Give this rank's part of what all ranks have whole."""
@@ -133,6 +150,7 @@ class SequenceParallel:
                 raise ConfigError(what, where=SEQUENCE, hint=f"{SEQUENCE}=false")
             # Each time: one that is computed again must not count the tokens of a later forward.
             self._num_tokens, self.is_gathered = kwargs["position_ids"].shape[-1], False
+            self._is_repeated = block.training and bool(getattr(block, "gradient_checkpointing", False))
             with self._dropout if block.training else nullcontext():
                 return kind.forward(block, *args, **kwargs)
 
@@ -140,9 +158,10 @@ class SequenceParallel:
 
     def _gather_input(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
         self.is_gathered = True
-        if args:
-            return (self._exchange(args[0], _gather, _reduce_scatter), *args[1:]), kwargs
-        return args, kwargs | {"hidden_states": self._exchange(kwargs["hidden_states"], _gather, _reduce_scatter)}
+        part = args[0] if args else kwargs["hidden_states"]
+        whole = self._exchange(part, _gather, _reduce_scatter)
+        self._input = None if self._is_repeated else _GatheredInput(whole, part.detach(), self._num_tokens, self.group)
+        return ((whole, *args[1:]), kwargs) if args else (args, kwargs | {"hidden_states": whole})
 
     def _gather_output(self, block: nn.Module, args: Any, output: Any) -> torch.Tensor:
         if not isinstance(output, torch.Tensor):
@@ -164,6 +183,46 @@ class SequenceParallel:
     def _exchange(self, value: torch.Tensor, there: Exchange, back: Exchange) -> torch.Tensor:
         exchanged: torch.Tensor = _Exchange.apply(value, there, back, self._num_tokens, self.group)
         return exchanged
+
+
+class _GatheredInput:
+    """The whole input of a tensor region: kept as a part, and gathered once in the backward for all its layers.
+
+    Layers such as those of queries, keys and values share the part, and the whole one goes with the forward. In the
+    backward the first of them gathers, and the last lets the whole one go.
+    """
+
+    def __init__(self, whole: torch.Tensor, part: torch.Tensor, num_tokens: int, group: dist.ProcessGroup) -> None:
+        self._whole, self._part = weakref.ref(whole), part
+        self._num_tokens, self._group = num_tokens, group
+        self._num_kept = self._num_left = 0
+        """Tensors that layers have kept, and those of them that the backward has not asked for."""
+        self._again: torch.Tensor | None = None
+
+    def is_read_by(self, value: torch.Tensor) -> bool:
+        """Whether a layer reads it as it was gathered."""
+        # What was written in place since is kept as it is.
+        return self._whole() is value and value._version == 0
+
+    def keep(self, storage: int, kept: torch.Tensor) -> _GatheredInput | torch.Tensor:
+        """Stand for the whole one, by its storage, in what autograd keeps of a layer; the weight it keeps itself."""
+        if kept.untyped_storage()._cdata != storage:
+            return kept
+        self._num_kept += 1
+        return self
+
+    def gather(self) -> torch.Tensor:
+        """Give the whole one in the backward, to one of those who kept it."""
+        if self._again is None:
+            self._again, self._num_left = _gather(self._part, self._num_tokens, self._group), self._num_kept
+        again, self._num_left = self._again, self._num_left - 1
+        if self._num_left == 0:
+            self._again = None
+        return again
+
+
+def _unpack(kept: _GatheredInput | torch.Tensor) -> torch.Tensor:
+    return kept.gather().flatten(0, 1) if isinstance(kept, _GatheredInput) else kept
 
 
 class _DropoutOfParts(TorchFunctionMode):

@@ -1,7 +1,10 @@
 """Files that grow beside checkpoints: what is new is sent, few packs hold it, and they come back as they were."""
 
 import json
+import os
 import random
+import shutil
+from dataclasses import replace
 
 import pytest
 
@@ -9,6 +12,7 @@ from hfdist.checkpoint.folder import step_name
 from hfdist.checkpoint.manifest import DamagedError
 from hfdist.checkpoint.mirror import Mirror, Objects, packs
 from hfdist.checkpoint.mirror.listed import Content, ListedCheckpoint
+from hfdist.errors import ResourceError
 from tests.unit.checkpoint.pieces import files_of, save
 
 
@@ -76,6 +80,57 @@ def test_a_file_that_was_changed_is_sent_anew_and_others_are_not(run, tmp_path):
     (run.folder / "lines").write_bytes(b"shorter\n")
     run.send()
     assert run.fetched(tmp_path / "shorter") == files_of(run.folder)
+
+
+def test_files_that_have_not_changed_are_not_read_again(run, tmp_path, monkeypatch):
+    names, read = ("metrics.jsonl", "ledger/lane-00000.records"), []
+    hash_part = packs._hash
+    monkeypatch.setattr(packs, "_hash", lambda path, part: read.append(path.name) or hash_part(path, part))
+    for name in names:
+        run.add(name, b"line\n" * 100)
+    run.send()
+    # They may have changed again in the same moment.
+    run.send()
+    assert sorted(read) == sorted(name.rpartition("/")[2] for name in names)
+    for name in names:
+        os.utime(run.folder / name, (1, 1))
+    run.send()
+    read.clear()
+    run.add(names[0], b"more\n")
+    run.send()
+    assert read == [names[0]]
+    # As long as before.
+    (run.folder / names[1]).write_bytes(b"Line\n" * 100)
+    run.send()
+    assert run.fetched(tmp_path / "again") == files_of(run.folder)
+
+
+def test_what_is_too_large_is_refused_before_anything_comes(run, tmp_path, monkeypatch):
+    run.add("lines", b"line\n")
+    run.send()
+    monkeypatch.setattr(packs, "_MOST_PACKS", 0)
+    with pytest.raises(DamagedError, match="too many files"):
+        run.fetched(tmp_path / "many")
+    monkeypatch.undo()
+    # More than the disk has, by a list that names one pack again and again.
+    found, free = run.listed(), shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: free._replace(free=found.packs[0].num_bytes * 99))
+    forged = replace(found, packs=[*found.packs] * 100)
+    Objects(run.address).write({f"{step_name(1)}.json": forged.to_bytes()})
+    with pytest.raises(ResourceError, match="no room"):
+        run.fetched(tmp_path / "large")
+    assert not [*files_of(tmp_path / "many"), *files_of(tmp_path / "large")]
+
+
+def test_no_record_goes_through_a_link(run, tmp_path):
+    run.add("ledger/lane-00000.records", b"record")
+    run.send()
+    for folder in ("target", "out"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "target/ledger").symlink_to(tmp_path / "out")
+    with pytest.raises(DamagedError, match="leads out"):
+        run.mirror.fetch_beside(step_name(1), tmp_path / "target")
+    assert not list((tmp_path / "out").iterdir())
 
 
 def test_a_process_goes_on_after_the_packs_that_it_has_brought(run, tmp_path):

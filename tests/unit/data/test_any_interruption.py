@@ -32,13 +32,14 @@ SIZES_AND_WORKERS = [(1, 0), (2, 0), (3, 0), (4, 0), (6, 0)] * 4 + [(1, 1), (1, 
 _CACHE = tempfile.TemporaryDirectory(prefix="hfdist-test-")
 
 
-TOKENS = "token files"
+TOKENS, ONE_OF_TOKENS = "token files", "token files of one pool"
 MIXTURES = {
     "as they are": {},
     "weights": {"weights": {"a": 2.0, "b": 1.0}, "anneal": [WeightChange(step=20, weights={"a": 1.0, "b": 3.0})]},
     # Lanes finish the first two at different times, and then share out differently.
     "limits": {"weights": {"a": 1.0, "b": 2.0, "c": 3.0}, "epochs": {"a": 1, "b": 2}},
     TOKENS: {"weights": {"a": 2.0, "b": 1.0}, "epochs": {"b": 2}},
+    ONE_OF_TOKENS: {},
 }
 TEXTS = {
     "a": [f"{n} " * (1 + n % 23) for n in range(90)],
@@ -52,7 +53,7 @@ def setting(packing, mixture):
     """Config, corpus and the uninterrupted run of it."""
     config = memory_config(_CACHE.name, packing=packing, sequence_length=64, **MIXTURES[mixture])
     corpus = memory_corpus(config, **{name: TEXTS[name] for name in MIXTURES[mixture].get("weights", "ab")})
-    if mixture == TOKENS:
+    if mixture in (TOKENS, ONE_OF_TOKENS):
         corpus = as_token_files(config, corpus)
     folder = Path(_CACHE.name) / f"reference-{packing.value}-{mixture}"
     run = Run(corpus, config, 1, ledger=lambda: Ledger(folder, corpus, BadRows.error))

@@ -7,6 +7,7 @@ from unittest.mock import patch
 import datasets
 import numpy as np
 import pytest
+import torch
 
 from hfdist.config.data import BadRows, DataConfig, SourceConfig, SourceKind, TooLong
 from hfdist.data import TokenStream, open_corpus
@@ -20,6 +21,7 @@ from hfdist.data.packing.sequence import Shape
 from hfdist.data.pretokenize import pretokenize
 from hfdist.data.sources.document_batch import DocumentBatch
 from hfdist.data.stream.lane import DocumentIterator, MultiLaneReader, open_lanes
+from hfdist.data.stream.ledger import Ledger, records_file
 from hfdist.data.tokenization.encoders import Encoders
 from hfdist.errors import CheckpointError, DataError
 from tests.unit.data.corpora import texts, tokenizer
@@ -90,6 +92,50 @@ def test_lanes_together_give_what_each_gives_by_itself(folders, settings, turns)
     for number in range(NUM_SEQUENCES, NUM_SEQUENCES + 50):
         for lane in after:
             same(again[lane].next(number), theirs[lane].next(number))
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "settings"),
+    [
+        (3, {}),
+        (1, {"sequence_length": 1000}),
+        (12, {"eval_fraction": 0.5, "quarantine": ["a:00000:3", "b:00000:40"]}),
+        (5, {"too_long": TooLong.drop, "sequence_length": 64}),
+    ],
+)
+def test_batches_in_turn_are_those_of_sequences_one_by_one(folders, tmp_path, batch_size, settings):
+    """With the same cursor after each batch and the same ledger, whenever these are asked for."""
+    config, draw = config_of(folders, **settings), random.Random(0)
+    corpus = open_corpus(config)
+    ours, theirs = (TokenStream(corpus, tokenizer(), config) for _ in "ab")
+    ours.ledger, theirs.ledger = (Ledger(tmp_path / name, corpus, BadRows.error) for name in ("ours", "theirs"))
+    assert ours.plan.has_even_turns
+    batches, sequences = iter(ours.loader(batch_size=batch_size)), theirs.packed(0, 1)
+    for _ in range(NUM_SEQUENCES // max(batch_size, 4)):
+        batch, other = next(batches), theirs.next_batch([next(sequences) for _ in range(batch_size)])
+        assert all(torch.equal(batch[name], other[name]) for name in other)
+        if draw.random() < 0.1:
+            assert ours.state_dict() == theirs.state_dict()
+        if draw.random() < 0.1:
+            ours.ledger.flush()
+            theirs.ledger.flush()
+            for lane in range(NUM_LANES):
+                written = [records_file(stream.ledger.folder, lane).read_bytes() for stream in (ours, theirs)]
+                assert written[0] == written[1] != b""
+    assert ours.ahead().state_dict() == ours.state_dict() == theirs.state_dict()
+
+
+def test_a_damaged_place_comes_in_its_own_batch(folders):
+    config = config_of(folders)
+    stream = TokenStream(open_corpus(config), tokenizer(), config)
+    state = stream.state_dict()
+    state["places"][2][2] = [0, 3, 10**6, *state["places"][2][2][3:]]
+    stream.load_state_dict(state)
+    batches = iter(stream.loader(batch_size=2))
+    next(batches)
+    with pytest.raises(CheckpointError, match="after the end of a document"):
+        next(batches)
+    assert stream.num_samples == 2
 
 
 def test_a_damaged_place_of_another_lane_is_its_own(folders):
