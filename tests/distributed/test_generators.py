@@ -11,6 +11,8 @@ from enum import Enum
 
 import pytest
 
+from hfdist.environments.player import Player
+from hfdist.environments.registry import GROUP
 from hfdist.launch.address import LOOPBACK
 from hfdist.messages.door import SECRET
 from hfdist.records import RunFolder, read_lines
@@ -29,6 +31,7 @@ from tests.distributed.preference_runs import GLOBAL_BATCH, STEPS, make_config, 
 from tests.distributed.processes import Life, assert_gone
 from tests.distributed.runs import losses, weights
 from tests.marks import many
+from tests.packages import install_package
 
 pytestmark = pytest.mark.distributed
 
@@ -61,6 +64,7 @@ class Moment(Enum):
     weights = "while it reads weights"
     answer = "in the middle of an answer"
     answered = "after an answer"
+    turn = "while an environment acts"
 
 
 def generate(port, folder, moment, struck):
@@ -79,6 +83,7 @@ def generate(port, folder, moment, struck):
 def die_at(moment, struck):
     """Kill this process at a moment: its methods are wrapped, and nothing is replaced."""
     knock, chunk, forward, send = link.knock, RemoteFiles._chunk, Generator._forward, TcpLink.send
+    read, take, versions = Generator.answer, Player.take, []
 
     def die(is_now):
         if is_now:
@@ -104,7 +109,16 @@ def die_at(moment, struck):
         send(connection, content)
         die(moment is Moment.answered and unpack(content).get("version") == 1)
 
+    def note_version(generator, rollback, version, prompts):
+        versions.append(version)
+        return read(generator, rollback, version, prompts)
+
+    def take_and_die(player, *said):
+        die(moment is Moment.turn and versions[-1] == 1)
+        return take(player, *said)
+
     link.knock, RemoteFiles._chunk = knock_and_die, chunk_and_die
+    Generator.answer, Player.take = note_version, take_and_die
     Generator._forward, TcpLink.send = forward_and_die, send_and_die
 
 
@@ -179,6 +193,35 @@ def test_generators_and_ranks_of_other_machines_with_an_adapter(
     # In float32, as in the adapter's own file; headers have other names.
     size = (folder / "adapter" / "adapter_model.safetensors").stat().st_size
     assert [abs(one - size) < 2000 + 0.02 * size for one in sizes] == [True]
+
+
+def test_generators_of_other_machines_play_the_episodes_that_ranks_play(
+    tmp_path, policy, sums, cache_dir, generators, monkeypatch
+):
+    install_package(tmp_path, monkeypatch, "moody", policy_runs.MOODY, GROUP, moody="Moody")
+    own = (
+        "task=grpo",
+        *policy_runs.COMMON,
+        "task.environment=moody",
+        "task.rewards={environment: 1.0}",
+        "task.max_new_tokens=16",
+        "task.max_turns=3",
+        "data.sequence_length=32",
+        "train.eval_every=null",
+        "report.log_every=1",
+    )
+    plain = tune(tmp_path / "plain", policy, sums, 1, *own)
+    (processes, port), folder = generators(Moment.turn), tmp_path / "run"
+    asynchronous = (f"task.generators_port={port}", f"task.generators_host={LOOPBACK}", "task.max_staleness=0")
+    tune(folder, policy, sums, 2, *own, *asynchronous, "strategy=pipeline")
+    for process in processes:
+        process.join(60)
+    assert [process.exitcode for process in processes] == [-signal.SIGKILL, 0]
+    for ours, theirs in zip(*(read_lines(RunFolder(one).rollouts) for one in (folder, plain)), strict=True):
+        assert ours == theirs
+    assert losses(folder) == pytest.approx(losses(plain), rel=1e-5, abs=1e-5)
+    assert trl_runs.difference(weights(folder), weights(plain)) < 1e-5
+    assert trained_prompts(folder) == each_once(STEPS)
 
 
 @pytest.mark.many

@@ -20,6 +20,8 @@ logger = logging.getLogger(__name__)
 
 _POLL_MILLISECONDS = 50
 """The longest pause between looks at the generators' processes."""
+_HINT_SECONDS = 10.0
+"""How long nobody has joined until the log says how one does."""
 _MOST_SAID = 100
 """Characters of a stranger's name that are logged."""
 _NOT_UNDERSTOOD = -1
@@ -36,6 +38,7 @@ class Broker:
         max_staleness, answer_seconds: see `Dispatcher`.
         most_prompts: most prompts that a generator answers at once.
         check: of answers.
+        invitation: how a generator of another machine joins; None: it cannot.
     """
 
     def __init__(
@@ -48,6 +51,7 @@ class Broker:
         answer_seconds: float,
         most_prompts: int,
         check: AnswerCheck,
+        invitation: str | None = None,
     ) -> None:
         self._socket, self._processes, self._files = socket, processes, files
         self._answer_seconds, self._most_prompts, self._check = answer_seconds, most_prompts, check
@@ -61,6 +65,8 @@ class Broker:
         """The rank that waits for the answers of a prompt, and the step, by the prompt's number."""
         self._error: PeerError | None = None
         self._heard_seconds = time.monotonic()
+        self._invitation, self._begin_seconds = invitation, time.monotonic()
+        """The invitation is None once it is of no use: one has joined, or the log has it."""
         self.num_tokens = 0
         """Number of tokens that generators have generated so far."""
         self._stops = threading.Event()
@@ -117,7 +123,7 @@ class Broker:
         now, kind, rollback = time.monotonic(), message.text("kind"), message.integer("rollback", default=0)
         if kind in ("ready", "answers"):
             self._take_answers(name, message, rollback)
-            self._heard_seconds = now
+            self._heard_seconds, self._invitation = now, None
             if name not in self._ended and name not in self._idle:
                 self._idle.append(name)
             return
@@ -172,6 +178,9 @@ class Broker:
         for name in self._processes.restart_dead():
             logger.warning("%s has ended: its prompts go to others", name)
             self._drop(name)
+        if self._needed and self._invitation is not None and now - self._begin_seconds > _HINT_SECONDS:
+            logger.warning("no generator has joined yet, and the run waits for one: %s", self._invitation)
+            self._invitation = None
         if self._needed and now - self._heard_seconds > 2 * self._answer_seconds:
             what = f"no generator has answered for {now - self._heard_seconds:.0f} s"
             hint = f"a longer time, as task.answer_seconds={2 * self._answer_seconds:g}"
