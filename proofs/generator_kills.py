@@ -1,6 +1,7 @@
 """Runs with generators that are killed at a named moment and go on; `python -m` writes tables of docs/generators.md.
 
-The generators of one table are the run's own, those of the other come as from other machines, and play episodes. Nothing of the run is replaced: its methods are wrapped, as in `fault_points`.
+The generators of one table are the run's own; those of the other come as from other machines, and play episodes.
+Nothing of the run is replaced: its methods are wrapped, as in `fault_points`.
 """
 
 from __future__ import annotations
@@ -245,10 +246,10 @@ def _watch(moment: Moment, version: int, strike: Callable[..., None]) -> None:
             killed.append(receiver.decode())
             _generators()[killed[0]].kill()
 
-    def look_and_take(broker: Broker, generator: str, message: dict[str, Any]) -> None:
+    def look_and_take(broker: Broker, generator: str, message: dict[str, Any], rollback: int) -> None:
         if moment is Moment.answer and message.get("version") == version:
             strike(generator)
-        take(broker, generator, message)
+        take(broker, generator, message, rollback)
 
     def start_and_look(processes: Processes, index: int) -> None:
         start(processes, index)
@@ -324,4 +325,5 @@ if __name__ == "__main__":
     import_all()
     sections = sys.argv[2:] or [table.section for table in TABLES]
     asked = [table for table in TABLES if table.section in sections]
-    sys.exit(not all([write_table(Path(sys.argv[1]), table) for table in asked]))
+    are_right = [write_table(Path(sys.argv[1]), table) for table in asked]
+    sys.exit(not all(are_right))

@@ -35,7 +35,7 @@ class Broker:
         socket: socket of `open_broker`; from here on, only the thread uses it.
         processes: processes of the generators of this machine.
         files: files of the policy that generators read.
-        max_staleness, answer_seconds: see `Dispatcher`.
+        dispatcher: says who answers which prompt; from here on, only the thread uses it.
         most_prompts: most prompts that a generator answers at once.
         check: of answers.
         invitation: how a generator of another machine joins; None: it cannot.
@@ -47,15 +47,13 @@ class Broker:
         processes: Processes,
         files: PolicyFiles,
         *,
-        max_staleness: int,
-        answer_seconds: float,
+        dispatcher: Dispatcher,
         most_prompts: int,
         check: AnswerCheck,
         invitation: str | None = None,
     ) -> None:
         self._socket, self._processes, self._files = socket, processes, files
-        self._answer_seconds, self._most_prompts, self._check = answer_seconds, most_prompts, check
-        self._dispatcher = Dispatcher(max_staleness=max_staleness, answer_seconds=answer_seconds)
+        self._dispatcher, self._most_prompts, self._check = dispatcher, most_prompts, check
         self._rollback = 0
         """The newest rollback; see `PolicyFiles`."""
         self._idle: list[str] = []
@@ -181,10 +179,11 @@ class Broker:
         if self._needed and self._invitation is not None and now - self._begin_seconds > _HINT_SECONDS:
             logger.warning("no generator has joined yet, and the run waits for one: %s", self._invitation)
             self._invitation = None
-        if self._needed and now - self._heard_seconds > 2 * self._answer_seconds:
+        answer_seconds = self._dispatcher.answer_seconds
+        if self._needed and now - self._heard_seconds > 2 * answer_seconds:
             what = f"no generator has answered for {now - self._heard_seconds:.0f} s"
-            hint = f"a longer time, as task.answer_seconds={2 * self._answer_seconds:g}"
-            raise PeerError(what, where="task.answer_seconds", found=f"{self._answer_seconds:g}", hint=hint)
+            hint = f"a longer time, as task.answer_seconds={2 * answer_seconds:g}"
+            raise PeerError(what, where="task.answer_seconds", found=f"{answer_seconds:g}", hint=hint)
         for generator in list(self._idle):
             given = self._dispatcher.hand_out(generator, self._most_prompts, now)
             if not given:

@@ -38,6 +38,7 @@ from hfdist.tune.answer import Answer
 from hfdist.tune.generators.answer_check import AnswerCheck
 from hfdist.tune.generators.answers import Given, read_answers, write_answers
 from hfdist.tune.generators.broker import Broker
+from hfdist.tune.generators.dispatcher import Dispatcher
 from hfdist.tune.generators.lookahead import Lookahead
 from hfdist.tune.generators.messages import Link, pack, unpack
 from hfdist.tune.generators.open_gates import Gates, connect_rank
@@ -208,8 +209,7 @@ class Generators(TrainerCallback):
             open_broker(self._sockets),
             self._processes,
             self._files,
-            max_staleness=task.max_staleness,
-            answer_seconds=task.answer_seconds,
+            dispatcher=Dispatcher(max_staleness=task.max_staleness, answer_seconds=task.answer_seconds),
             most_prompts=self._config.train.micro_batch_size,
             check=AnswerCheck(
                 num_generations=task.num_generations,

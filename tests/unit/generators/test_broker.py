@@ -15,6 +15,7 @@ from hfdist.errors import PeerError
 from hfdist.tune.generators import broker
 from hfdist.tune.generators.answer_check import AnswerCheck
 from hfdist.tune.generators.broker import Broker
+from hfdist.tune.generators.dispatcher import Dispatcher
 from hfdist.tune.generators.messages import pack, unpack
 from hfdist.tune.generators.policy_files import PolicyFiles
 from hfdist.tune.generators.processes import MOST_RESTARTS, Processes
@@ -50,8 +51,8 @@ def begin(tmp_path):
     def start(line, answer_seconds=30.0, invitation=None):
         processes = Processes(2, [sys.executable, "-c", line], tmp_path / "logs")
         check = AnswerCheck(num_generations=1, max_new_tokens=4, vocabulary=9)
-        limits = {"max_staleness": 0, "answer_seconds": answer_seconds, "most_prompts": 1, "check": check}
-        limits["invitation"] = invitation
+        dispatcher = Dispatcher(max_staleness=0, answer_seconds=answer_seconds)
+        limits = {"dispatcher": dispatcher, "most_prompts": 1, "check": check, "invitation": invitation}
         files = PolicyFiles(tmp_path / "policy")
         brokers.append(Broker(open_broker(tmp_path), processes, files, **limits))
         return brokers[-1]

@@ -21,6 +21,7 @@ from hfdist.trainer.generation.limits import GenerationLimits
 from hfdist.tune.generators import chunks, gates, remote_files, served_files
 from hfdist.tune.generators.answer_check import AnswerCheck
 from hfdist.tune.generators.broker import Broker
+from hfdist.tune.generators.dispatcher import Dispatcher
 from hfdist.tune.generators.gates import GeneratorGate, RankGate
 from hfdist.tune.generators.link import TcpLink
 from hfdist.tune.generators.messages import RANK, pack, unpack
@@ -48,7 +49,7 @@ class Run:
         self.folder, self.sockets = folder, make_folder()
         self.policy = PolicyFiles(folder / "policy")
         self.served = ServedFiles({MODEL: model}, self.policy)
-        limits = {"max_staleness": 0, "answer_seconds": 30.0, "most_prompts": 1}
+        limits = {"dispatcher": Dispatcher(max_staleness=0, answer_seconds=30.0), "most_prompts": 1}
         check = AnswerCheck(num_generations=1, max_new_tokens=4, vocabulary=9)
         own = Processes(len(processes), processes, folder / "logs", are_all=False)
         self.broker = Broker(open_broker(self.sockets), own, self.policy, check=check, **limits)
