@@ -18,7 +18,7 @@ from benchmarks.table import Measure, describe_run, markdown, publish, read_opti
 from hfdist.strategies.engine import Batch, Function
 from hfdist.topology import Topology
 from hfdist.trainer.generation.limits import GenerationLimits
-from hfdist.trainer.generation.sampling import Sampling, sample_completions
+from hfdist.trainer.generation.sampling import Sampler, Sampling
 
 OURS, GENERATE, GREEDY, RECOMPUTE = "hfdist", "generate", "generate, greedy", "hfdist, no cache"
 
@@ -77,16 +77,14 @@ def _contenders(size: Size) -> dict[str, Callable[[], float]]:
         return [function(model, {name: tensor.to(device) for name, tensor in batch.items()})]
 
     def sample(uses_cache: bool) -> list[list[int]]:
-        return sample_completions(
-            prompts.tolist(),
-            range(size.rows),
-            forward,
-            GenerationLimits(max_new_tokens=size.new_tokens, end_ids=frozenset(), most_tokens=None),
-            Sampling(),
+        sampler = Sampler(
+            limits=GenerationLimits(max_new_tokens=size.new_tokens, end_ids=frozenset(), most_tokens=None),
+            sampling=Sampling(),
             topology=Topology(),
-            rows_at_once=size.rows,
             uses_cache=uses_cache,
         )
+        drawn = sampler.draw(prompts.tolist(), range(size.rows), forward, rows_at_once=size.rows)
+        return [one.tokens for one in drawn]
 
     def generate(do_sample: bool) -> Any:
         ids = prompts.to(device)

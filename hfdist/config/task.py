@@ -403,7 +403,7 @@ class TaskConfig:
     delta: float = limited(3.0, above=1)
     """grpo, rloo: the largest ratio that counts where the bound above does not (two-sided clip, dual clip)."""
     off_policy_mask_threshold: float | None = limited(None, at_least=0)
-    """grpo, rloo: mean of log(old / new probability) above which a bad answer does not train; null: all do.
+    """generators: mean of log(old / new probability) above which a bad answer does not train; null: all do.
 
     A bad answer is one with an advantage below 0.
     """

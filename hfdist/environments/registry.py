@@ -6,6 +6,7 @@ import importlib.util
 from collections.abc import Callable, Mapping
 from functools import partial
 from types import MappingProxyType
+from typing import NamedTuple
 
 from hfdist.config.task import TaskConfig
 from hfdist.environments.calculator import Calculator
@@ -23,9 +24,19 @@ from hfdist.rewards.generation import Generation
 GROUP = "hfdist.environments"
 """Group of entry points, in a package's pyproject.toml: `[project.entry-points."hfdist.environments"]`."""
 _WHERE = "task.environment"
+_EXPECTED = "a class without arguments that derives from hfdist.environments.Environment"
 
 Factory = Callable[[], Environment]
 """Makes the environment of an episode."""
+
+
+class Offer(NamedTuple):
+    """What `task.environment` names."""
+
+    factory: Factory
+    tools: tuple[Schema, ...]
+    """JSON schemas of its tools."""
+
 
 BUILT_IN: Mapping[str, type[Environment]] = MappingProxyType(
     {"calculator": Calculator, "code": Code, "guess": Guess, "openenv": OpenEnv, "reasoning_gym": ReasoningGym}
@@ -33,15 +44,26 @@ BUILT_IN: Mapping[str, type[Environment]] = MappingProxyType(
 _PACKAGES = {"openenv": ("websockets", "'websockets>=15'"), "reasoning_gym": ("reasoning_gym", "reasoning-gym")}
 """By name: the module that it needs besides hfdist's own, and its package."""
 
+_TRIED: dict[int, Offer] = {}
+"""What is known of each factory, by its id: a run asks several times, and some environments are slow to make."""
 
-def load_environment(task: TaskConfig) -> Factory:
-    """Find `task.environment`, and import the package that offers it.
+
+def load_environment(task: TaskConfig) -> Offer:
+    """Find `task.environment`, import the package that offers it, and make one, once, for the list of its tools.
 
     Raises:
-        ConfigError: no installed package offers it, a package is missing, or what is offered makes no environment.
+        ConfigError: no installed package offers it, a package is missing, what is offered makes no environment, or its
+            tools cannot be described.
     """
     name = task.environment
     assert name is not None
+    factory = _find(task, name)
+    if id(factory) not in _TRIED:
+        _TRIED[id(factory)] = Offer(factory, _try(factory, name))
+    return _TRIED[id(factory)]
+
+
+def _find(task: TaskConfig, name: str) -> Factory:
     if name in _PACKAGES:
         module, package = _PACKAGES[name]
         if importlib.util.find_spec(module) is None:
@@ -52,19 +74,28 @@ def load_environment(task: TaskConfig) -> Factory:
         return partial(OpenEnv, task.environment_url, task.environment_seconds)
     if name in BUILT_IN:
         return BUILT_IN[name]
-    expected = "a class without arguments that derives from hfdist.environments.Environment"
     factory: Factory = load_plugin(
-        GROUP, name, kind="environment", expected=expected, where=_WHERE, hint=f"{_WHERE}={{}}", built_in=BUILT_IN
+        GROUP, name, kind="environment", expected=_EXPECTED, where=_WHERE, hint=f"{_WHERE}={{}}", built_in=BUILT_IN
     )
+    return factory
+
+
+def _try(factory: Factory, name: str) -> tuple[Schema, ...]:
+    """Make an environment, and describe its tools."""
     try:
         made: object = factory()
     except Exception as error:  # whatever a package raises
         what = f"the environment cannot be made: {type(error).__name__}: {error}"
-        raise ConfigError(what, where=_WHERE, found=name, allowed=expected) from error
+        raise ConfigError(what, where=_WHERE, found=name, allowed=_EXPECTED) from error
     if not isinstance(made, Environment):
         what, found = "what the package offers is no environment", f"{name}, a {type(made).__name__}"
-        raise ConfigError(what, where=_WHERE, found=found, allowed=expected)
-    return factory
+        raise ConfigError(what, where=_WHERE, found=found, allowed=_EXPECTED)
+    try:
+        tools = list(made.tools())
+    except Exception as error:  # whatever a package raises
+        what = f"the environment gives no list of tools: {type(error).__name__}: {first_line(error)}"
+        raise ConfigError(what, where=_WHERE, found=name, allowed="a list of functions, or ()") from error
+    return tuple(describe_tools(tools, where=_WHERE, found=name))
 
 
 def check_environment(task: TaskConfig) -> None:
@@ -86,17 +117,3 @@ def check_environment(task: TaskConfig) -> None:
                 what, where="task.environment_url", found=task.environment_url, allowed=allowed,
                 hint="start the server first; its address ends in /ws",
             ) from error  # fmt: skip
-
-
-def offered_tools(task: TaskConfig) -> list[Schema]:
-    """Give the JSON schemas of the tools of `task.environment`.
-
-    ConfigError: it gives no tools, and see the two functions that this calls.
-    """
-    environment = load_environment(task)()
-    try:
-        tools = list(environment.tools())
-    except Exception as error:  # whatever a package raises
-        what = f"the environment gives no list of tools: {type(error).__name__}: {first_line(error)}"
-        raise ConfigError(what, where=_WHERE, found=task.environment, allowed="a list of functions, or ()") from error
-    return describe_tools(tools, where=_WHERE, found=str(task.environment))

@@ -78,7 +78,7 @@ def _read(written: str) -> Call:
 def as_call(value: object) -> Call:
     """Read a call of the plain form, or as OpenAI writes it."""
     call = value.get("function", value) if isinstance(value, dict) else None
-    if not isinstance(call, dict) or not isinstance(call.get("name"), str):
+    if not isinstance(call, dict) or not _is_text(call.get("name")):
         return Call("", {})
     arguments = call.get("arguments", {})
     if isinstance(arguments, str):
@@ -88,6 +88,14 @@ def as_call(value: object) -> Call:
         except (ValueError, RecursionError):
             return Call("", {})
     return Call(call["name"], arguments) if isinstance(arguments, dict) else Call("", {})
+
+
+def _is_text(value: object) -> bool:
+    """Whether it is a text that has bytes: JSON can write halves of signs, which no tokenizer takes."""
+    try:
+        return isinstance(value, str) and bool(value.encode() or True)
+    except UnicodeEncodeError:
+        return False
 
 
 def do_call(call: Call, tools: Mapping[str, Tool], schemas: Mapping[str, Schema]) -> str:

@@ -71,6 +71,7 @@ class Transport:
         codec: how vectors travel.
         most_bytes: of one message.
         silent_seconds: after which a part is missed of which nothing comes.
+        wait_seconds: for which the port is tried.
 
     Raises:
         OSError: the port is taken, or the host is no address of this machine.
@@ -85,6 +86,7 @@ class Transport:
         port: int = 0,
         most_bytes: int = MOST_PART_BYTES,
         silent_seconds: float = 60.0,
+        wait_seconds: float = 0.0,
     ) -> None:
         self._codec, self._most_bytes, self._silent_seconds = codec, most_bytes, silent_seconds
         self._nonce = ""
@@ -98,7 +100,7 @@ class Transport:
         """Number of the oldest rendezvous whose messages are still taken."""
         # Until it is told which server's islands may speak to it, none may.
         self._door = Door(secrets.token_hex(16), self._hear)
-        listener = listen(host, port)
+        listener = listen(host, port, wait_seconds=wait_seconds)
         self._served = DoorThread(self._door, listener, "islands-inbox")
         in_url = f"[{host}]" if ":" in host else host
         self.address = f"tcp://{in_url}:{self._served.port}"

@@ -8,6 +8,7 @@ do not find each other. The route to another machine tells what works. It waits 
 
 from __future__ import annotations
 
+import errno
 import ipaddress
 import os
 import platform
@@ -22,6 +23,7 @@ LOOPBACK = "127.0.0.1"
 WAIT_SECONDS = 300.0
 """A name of Kubernetes is known once its pod has an address."""
 _POLL_SECONDS = 2.0
+_REST_SECONDS = 0.1
 _ANY_PORT = 9
 """Nothing is sent to it: connecting a UDP socket only chooses a route."""
 _INTERNET = (socket.AF_INET, socket.AF_INET6)
@@ -89,13 +91,27 @@ def own_interfaces() -> dict[str, str]:
     return dict(sorted(found.items(), key=lambda item: item[0] not in default))
 
 
-def listen(host: str, port: int) -> socket.socket:
+def listen(host: str, port: int, *, wait_seconds: float = 0.0) -> socket.socket:
     """Listen at an address of this machine, or at all of them where `host` is empty; port 0: a free one.
+
+    A port that is taken is tried for so long: an outgoing connection may have it, or a process of the start before,
+    which is ending.
 
     Raises:
         OSError: it is taken, or no address of this machine.
         OverflowError: no port has this number.
     """
+    deadline = time.monotonic() + wait_seconds
+    while True:
+        try:
+            return _listen(host, port)
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE or time.monotonic() >= deadline:
+                raise
+            time.sleep(_REST_SECONDS)
+
+
+def _listen(host: str, port: int) -> socket.socket:
     if host:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         return socket.create_server((host, port), family=family)

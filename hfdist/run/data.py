@@ -26,7 +26,7 @@ from hfdist.data import (
 )
 from hfdist.data.tokenization.chat_template import adopt_template
 from hfdist.data.tokenization.encoders import Encoders
-from hfdist.environments.registry import offered_tools
+from hfdist.environments.registry import load_environment
 from hfdist.errors import ConfigError
 from hfdist.models.tokenizer import load_tokenizer
 from hfdist.topology import Topology
@@ -73,7 +73,7 @@ def build_data(config: RunConfig, topology: Topology) -> RunData:
         adopt_template(tokenizer, config.data.chat)
         if config.task.environment is not None and not config.data.chat.tools:
             # Before the config is written down: these tokens come of it.
-            config.data.chat.tools = offered_tools(config.task)
+            config.data.chat.tools = list(load_environment(config.task).tools)
         Encoders.of(tokenizer, config.data).check(
             shard for source in corpus.sources.values() if source.gives_examples for shard in source
         )

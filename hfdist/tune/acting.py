@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import replace
-from functools import partial
 
-import torch
 from transformers import GenerationConfig, PreTrainedConfig, PreTrainedTokenizerBase
 
 from hfdist.config.data import ChatConfig
@@ -20,31 +18,29 @@ from hfdist.data.documents.first_examples import are_chats
 from hfdist.environments.crew import Crew
 from hfdist.environments.environment import Row
 from hfdist.environments.player import Reply
-from hfdist.environments.registry import load_environment, offered_tools
+from hfdist.environments.registry import load_environment
 from hfdist.environments.tools import Schema
 from hfdist.kept_generators import keeping_generators
-from hfdist.strategies.engine import Batch, Forward
-from hfdist.trainer.generation.continuation import continue_rows
-from hfdist.trainer.generation.limits import GenerationLimits, find_end_ids
-from hfdist.trainer.generation.sampling import Sampling, make_score
-from hfdist.trainer.generation.score import BUDGETS, Score, likeliest
-from hfdist.trainer.training import Training
+from hfdist.strategies.engine import Forward
+from hfdist.trainer.generation.limits import find_end_ids
+from hfdist.trainer.generation.sampling import Drawn, Sampler
 from hfdist.tune.answer import Answer
-from hfdist.tune.episodes import MOST_AT_ONCE, Asked, Episodes, Setting
+from hfdist.tune.episodes import MOST_AT_ONCE, Asked, Episodes, Setting, warn_of_failed
+from hfdist.tune.rollout_rows import fill_id
 from hfdist.tune.turn_tokens import TurnTokens
-from hfdist.watch.diagnosis import ACTING
 
 
 def make_turns(
     config: RunConfig,
-    schemas: list[Schema],
+    schemas: Sequence[Schema],
     tokenizer: PreTrainedTokenizerBase,
-    corpus: Corpus | None,
     end_ids: Collection[int],
+    *,
+    are_chats: bool,
 ) -> TurnTokens:
     """Make the tokens of turns; ConfigError: the chat template of the data cannot write several of them."""
-    chat: ChatConfig = replace(config.data.chat, tools=schemas)
-    return TurnTokens(tokenizer, chat, end_ids, are_chats=corpus is not None and bool(are_chats(corpus)))
+    chat: ChatConfig = replace(config.data.chat, tools=list(schemas))
+    return TurnTokens(tokenizer, chat, end_ids, are_chats=are_chats)
 
 
 def check_turns(
@@ -59,42 +55,48 @@ def check_turns(
         # A model without such a file ends its turns as its config says.
         with suppress(OSError):
             generation = GenerationConfig.from_pretrained(config.model.name, local_files_only=True)
-    make_turns(config, offered_tools(config.task), tokenizer, corpus, find_end_ids(generation, tokenizer))
+    schemas, ends = load_environment(config.task).tools, find_end_ids(generation, tokenizer)
+    make_turns(config, schemas, tokenizer, ends, are_chats=bool(are_chats(corpus)))
 
 
 class Acting:
-    """Plays episodes for one Trainer."""
+    """Plays episodes with one model.
+
+    Args:
+        config: config of the run.
+        tokenizer: tokenizer of the model.
+        sampler: draws the turns of the model.
+        are_chats: whether the data hold conversations.
+        waiting: makes a context in which a rank may wait for long.
+
+    ConfigError: the chat template of the data cannot write several turns.
+    """
 
     names = ("turns", "tool_calls", "failed_episodes")
     """Names of the figures of answers."""
 
-    # What `begin` sets.
-    _setting: Setting
-    _limits: GenerationLimits
-    _uses_cache: bool
-
-    def __init__(self, config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> None:
-        self._config, self._task, self._tokenizer = config, config.task, tokenizer
-        self._factory = load_environment(config.task)
-        self._crew = Crew[Reply](config.task.environment_seconds, MOST_AT_ONCE)
-
-    def begin(self, training: Training, limits: GenerationLimits, *, uses_cache: bool, fill_id: int) -> None:
-        """Take the model; ConfigError: the chat template of the data cannot write several turns."""
-        self._limits, self._uses_cache = limits, uses_cache
-        schemas = offered_tools(self._task)
-        corpus = None if training.stream is None else training.stream.corpus
-        turns = make_turns(self._config, schemas, self._tokenizer, corpus, limits.end_ids)
+    def __init__(
+        self,
+        config: RunConfig,
+        tokenizer: PreTrainedTokenizerBase,
+        sampler: Sampler,
+        *,
+        are_chats: bool,
+        waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
+    ) -> None:
+        factory, schemas = load_environment(config.task)
+        ends, self._sampler = sampler.limits.end_ids, sampler
         self._setting = Setting(
-            task=self._task,
-            tokenizer=self._tokenizer,
-            turns=turns,
-            factory=self._factory,
+            task=config.task,
+            tokenizer=tokenizer,
+            turns=make_turns(config, schemas, tokenizer, ends, are_chats=are_chats),
+            factory=factory,
             schemas={schema["function"]["name"]: schema for schema in schemas},
-            end_ids=limits.end_ids,
-            fill_id=fill_id,
-            topology=training.strategy.topology,
-            waiting=partial(training.waiting, ACTING),
-            crew=self._crew,
+            end_ids=ends,
+            fill_id=fill_id(tokenizer),
+            topology=sampler.topology,
+            waiting=waiting,
+            crew=Crew[Reply](config.task.environment_seconds, MOST_AT_ONCE),
         )
 
     def answer(
@@ -131,28 +133,27 @@ class Acting:
         episodes = Episodes(self._setting, [example.prompt for example in examples], rows)
         with keeping_generators():
             episodes.play(lambda asked: self._draw(asked, seeds, forward, rows_at_once))
+        self.warn_of_failed(examples, episodes.answers)
         read = [replace(one, prompt=prompt) for one, prompt in zip(examples, episodes.prompts, strict=True)]
         return read, episodes.answers
 
+    def warn_of_failed(self, examples: Sequence[Example], answers: Sequence[Answer]) -> None:
+        """Name the first episode of this data rank that has failed, once."""
+        if self._sampler.topology.is_first_of_replica:
+            texts = [self._setting.text(example.prompt) for example in examples]
+            warn_of_failed(self._setting.task.environment, texts, answers)
+
     def _draw(
         self, asked: Sequence[Asked], seeds: Sequence[int] | None, forward: Forward, rows_at_once: int
-    ) -> list[list[int]]:
+    ) -> list[Drawn]:
         """Draw a turn of each."""
-        score: Score = likeliest
-        extras: Batch = {}
-        if seeds is not None:
-            own = [0 if one.place < 0 else seeds[one.place] for one in asked]
-            score, extras = make_score(own, Sampling.of(self._task), before=[one.num_before for one in asked])
-        extras[BUDGETS] = torch.tensor([one.budget for one in asked])
-        return continue_rows(
+        return self._sampler.draw(
             [one.tokens for one in asked],
+            None if seeds is None else [0 if one.place < 0 else seeds[one.place] for one in asked],
             forward,
-            self._limits,
-            score=score,
-            extras=extras,
-            topology=self._setting.topology,
             rows_at_once=rows_at_once,
-            uses_cache=self._uses_cache,
+            before=[one.num_before for one in asked],
+            budgets=[one.budget for one in asked],
         )
 
     def figures(self, answers: Sequence[Answer]) -> Mapping[str, list[float]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from hfdist.rewards.generation import Turn
@@ -17,7 +18,7 @@ class Answer:
     has_ended: bool = False
     """Whether the model has ended it, or the environment; else it was cut off."""
     log_probabilities: list[float] | None = None
-    """Of the drawn tokens, when they were drawn; None: the weights of this step have drawn them."""
+    """Of the drawn tokens, when they were drawn; None: they are not recorded, as the weights of this step draw them."""
     turns: list[Turn] = field(default_factory=list)
     """What was said in an episode. What the model has read is known on the first rank of a model replica alone."""
     num_turns: int = 0
@@ -30,16 +31,20 @@ class Answer:
     """Why the environment has failed; None: it has not."""
 
     @classmethod
-    def of(cls, tokens: list[int]) -> Answer:
-        """Make an answer of one turn, all of which the model has drawn."""
-        made = cls()
-        made.draw(tokens)
+    def of(
+        cls, tokens: list[int], log_probabilities: list[float] | None = None, *, end_ids: Collection[int] = ()
+    ) -> Answer:
+        """Make an answer of one turn, all of which the model has drawn, and which one of `end_ids` may have ended."""
+        made = cls(has_ended=bool(tokens) and tokens[-1] in end_ids)
+        made.draw(tokens, log_probabilities)
         return made
 
-    def draw(self, tokens: list[int]) -> None:
+    def draw(self, tokens: list[int], log_probabilities: list[float] | None) -> None:
         """Add what the model has drawn."""
         self.tokens += tokens
         self.is_drawn += [True] * len(tokens)
+        if log_probabilities is not None:
+            self.log_probabilities = (self.log_probabilities or []) + log_probabilities
 
     def read(self, tokens: list[int]) -> None:
         """Add what the model has read."""

@@ -57,14 +57,17 @@ def make_objective(
             teacher = Teacher(task, layout=strategy, arguments=arguments)
             if task.teacher_top_k is not None:
                 return Distillation(task, KeptTeacher(config.run.folder.teacher, teacher, task))
-            return Distillation(task, teacher, StudentAnswers(config, tokenizer) if task.on_policy else None)
+            lines = _lines(config, num_answers=1)
+            return Distillation(
+                task, teacher, StudentAnswers(config, tokenizer, lines=lines) if task.on_policy else None
+            )
         case TaskName.grpo | TaskName.rloo | TaskName.online_dpo:
             rollouts = Rollouts(
                 config,
                 _rewards(config, tokenizer, strategy, arguments),
                 tokenizer,
                 examples=[] if held_out is None else take_examples(held_out, config.evaluate.num_generations),
-                lines=RolloutLines(config.run.folder.rollouts, config.report.log_every, task.num_generations),
+                lines=_lines(config, num_answers=task.num_generations),
             )
             is_of_pairs = task.name is TaskName.online_dpo
             return OnlinePreferences(task, rollouts) if is_of_pairs else PolicyGradient(task, rollouts)
@@ -87,6 +90,10 @@ def _rewards(
     if path is not None:
         made[REWARD_MODEL] = LearnedReward(path, tokenizer, layout=strategy, arguments=arguments)
     return load_rewards(config.task.rewards, where="task.rewards", others=made)
+
+
+def _lines(config: RunConfig, *, num_answers: int) -> RolloutLines:
+    return RolloutLines(config.run.folder.rollouts, config.report.log_every, num_answers)
 
 
 def _table(config: RunConfig) -> ReferenceTable:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import torch
 from torch import nn
+from transformers import TrainerCallback
 
 from hfdist.config.batch import IGNORED
 from hfdist.config.task import TaskConfig
@@ -45,6 +46,10 @@ class Distillation(Objective):
         self._teacher.begin(training)
         if self._answers is not None:
             self._answers.begin(training)
+
+    def callbacks(self) -> list[TrainerCallback]:
+        """Give the callback that writes rollouts.jsonl, if there are answers."""
+        return [] if self._answers is None else [self._answers.lines]
 
     def prepare(self, batch: Batch) -> Batch:
         """Add what is kept of the teacher."""

@@ -31,6 +31,7 @@ from hfdist.environments.tools import Schema
 from hfdist.errors import first_line, printable
 from hfdist.rewards.generation import Turn
 from hfdist.topology import Topology
+from hfdist.trainer.generation.sampling import Drawn
 from hfdist.tune.answer import Answer
 from hfdist.tune.turn_tokens import TurnTokens
 
@@ -59,7 +60,7 @@ class Asked(NamedTuple):
     """The most tokens of the turn, >= 1."""
 
 
-Draw = Callable[[Sequence[Asked]], list[list[int]]]
+Draw = Callable[[Sequence[Asked]], list[Drawn]]
 """Draws turns, each with the token that ended it. A collective; all ranks draw equally many."""
 
 
@@ -119,7 +120,8 @@ class Episodes:
                 begin = time.monotonic()
                 self._speak(asked, draw(asked))
                 self._patience_seconds = max(_PATIENCE_SECONDS, time.monotonic() - begin)
-        self._end()
+        # So that no thread is left.
+        self._setting.crew.rest()
 
     def _hear(self) -> tuple[list[Asked], bool]:
         """Give the turns that are to be drawn, and whether any rank goes on. A collective."""
@@ -216,13 +218,13 @@ class Episodes:
             answer.read(one["tokens"])
             self.prompts[one["place"]] = one.get("prompt", self.prompts[one["place"]])
 
-    def _speak(self, asked: Sequence[Asked], drawn: Sequence[list[int]]) -> None:
+    def _speak(self, asked: Sequence[Asked], drawn: Sequence[Drawn]) -> None:
         """Take the turns that were drawn, and give them to their environments."""
-        for one, tokens in zip(asked, drawn, strict=True):
+        for one, (tokens, log_probabilities) in zip(asked, drawn, strict=True):
             if one.place < 0:
                 continue
             answer, text = self.answers[one.place], self._setting.text(tokens)
-            answer.draw(tokens)
+            answer.draw(tokens, log_probabilities)
             answer.num_turns += 1
             answer.turns.append(Turn("assistant", text))
             if self._topology.is_first_of_replica:
@@ -235,17 +237,16 @@ class Episodes:
                     del self._players[one.place]
                     crew.submit(_CLOSES, player.close)
 
-    def _end(self) -> None:
-        """End the threads, and name the first episode that has failed."""
-        self._setting.crew.rest()
-        failed = [(place, answer.fault) for place, answer in enumerate(self.answers) if answer.fault is not None]
-        if failed and self._topology.is_first_of_replica:
-            place, fault = failed[0]
-            logger.warning(
-                "the environment %s has failed in %d of %d episodes, which do not train; the first: prompt %r: %s",
-                self._setting.task.environment, len(failed), sum(map(bool, self.prompts)),
-                printable(self._rows[place].prompt, _MOST_SAID), fault,
-            )  # fmt: skip
+
+def warn_of_failed(environment: str | None, prompts: Sequence[str], answers: Sequence[Answer]) -> None:
+    """Name the first episode that has failed, by its prompt; without a prompt there is none."""
+    failed = [(place, answer.fault) for place, answer in enumerate(answers) if answer.fault is not None]
+    if failed:
+        place, fault = failed[0]
+        logger.warning(
+            "the environment %s has failed in %d of %d episodes, which do not train; the first: prompt %r: %s",
+            environment, len(failed), sum(map(bool, prompts)), printable(prompts[place], _MOST_SAID), fault,
+        )  # fmt: skip
 
 
 def _named(error: BaseException) -> str:

@@ -1,4 +1,4 @@
-"""Which number a prompt has in the run's data, and the seeds of its answers, which no layout changes."""
+"""Which number a prompt has in the run's data, and what follows from it for its answers. No layout changes it."""
 
 from __future__ import annotations
 
@@ -12,6 +12,11 @@ def prompt_numbers(training: Training, num_prompts: int) -> list[int]:
     topology = training.strategy.topology
     first = training.num_samples() - num_prompts * topology.data
     return [first + place * topology.data + topology.data_rank for place in range(num_prompts)]
+
+
+def episode_name(seed: int, number: int) -> str:
+    """Give the name of the episodes of the prompt with this number, from which the seeds of environments follow."""
+    return f"{seed}:{number}"
 
 
 def answer_seeds(seed: int, number: int, count: int) -> list[int]:

@@ -6,31 +6,31 @@ layout changes it. An answer is a row: the prompt, the answer, and a filling, wh
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from functools import partial
 from itertools import chain
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from hfdist.collectives import on_all_ranks, on_rank_zero
 from hfdist.config.run import RunConfig
 from hfdist.data.documents.examples import Example
+from hfdist.data.documents.first_examples import are_chats
 from hfdist.data.stream.token_stream import DOCUMENTS
 from hfdist.rewards import Generation, Reward
 from hfdist.rewards.registry import Steps
 from hfdist.strategies.engine import Batch, Forward
 from hfdist.topology import Topology
-from hfdist.trainer.generation.continuation import can_generate
 from hfdist.trainer.generation.greedy import continue_prompts
-from hfdist.trainer.generation.limits import GenerationLimits, find_limits
-from hfdist.trainer.generation.sampling import Sampling, sample_completions
+from hfdist.trainer.generation.sampling import Sampler
 from hfdist.trainer.training import Training
 from hfdist.tune.acting import Acting
 from hfdist.tune.answer import Answer
-from hfdist.tune.prompt_seeds import answer_seeds, prompt_numbers
+from hfdist.tune.prompt_seeds import answer_seeds, episode_name, prompt_numbers
 from hfdist.tune.rollout_lines import RolloutLines
 from hfdist.tune.rollout_rows import (
     OLD_LOG_PROBABILITIES,
@@ -41,11 +41,10 @@ from hfdist.tune.rollout_rows import (
     make_rows,
     read_examples,
 )
+from hfdist.tune.sampler import answer_prompts, make_sampler
 from hfdist.tune.scoring import Scoring
 from hfdist.tune.step_rewards import differ, of_answers, of_steps
-
-_DRAWN = ("completions", "log_probabilities")
-"""What generators give of a prompt, one of each for an answer."""
+from hfdist.watch.diagnosis import ACTING
 
 if TYPE_CHECKING:
     from hfdist.tune.generators.generators import Generators
@@ -65,9 +64,7 @@ class Rollouts:
     # What `begin` sets.
     _training: Training
     _topology: Topology
-    _limits: GenerationLimits
-    _uses_cache: bool
-    """Whether rows are continued with a cache: see `can_generate`."""
+    _sampler: Sampler
 
     def __init__(
         self,
@@ -78,7 +75,7 @@ class Rollouts:
         examples: Sequence[Example],
         lines: RolloutLines,
     ) -> None:
-        self._task, self._tokenizer = config.task, tokenizer
+        self._config, self._task, self._tokenizer = config, config.task, tokenizer
         self._scoring = Scoring(rewards, tokenizer, config.task.max_new_tokens)
         self._examples, self._seed, self.lines = examples, config.train.seed, lines
         self.generators: Generators | None = None
@@ -87,23 +84,30 @@ class Rollouts:
             # Here: it needs pyzmq, which is an extra.
             from hfdist.tune.generators.generators import Generators
 
-            self.generators = Generators(config, read_prompts=self._read_prompts, seeds_of=self._seeds_of)
-        self._acting = None if self._task.environment is None else Acting(config, tokenizer)
-        """Plays episodes with the environment; None: an answer is one turn."""
+            self.generators = Generators(config, tokenizer, read_examples=self._read_row, seeds_of=self._seeds_of)
+        self._acting: Acting | None = None
+        """Plays episodes with the environment, from `begin` on; None: an answer is one turn."""
         own = ("reward_std", "dead_groups", "completion_tokens", "cut_off")
-        self.names = (*self._scoring.names, *own, *(() if self._acting is None else self._acting.names))
+        self.names = (*self._scoring.names, *own, *(() if self._task.environment is None else Acting.names))
         """Names of the figures that `answer` gives."""
 
     def begin(self, training: Training) -> None:
-        """Find the limits of answers; ConfigError: they leave no room for a prompt."""
+        """Find the limits of answers.
+
+        ConfigError: they leave no room for a prompt, or the chat template cannot write several turns.
+        """
         self._training, self._topology = training, training.strategy.topology
-        where, own = "task.max_new_tokens", self._task.max_new_tokens
-        self._limits = find_limits(training.model, self._tokenizer, own, where=where)
-        self._uses_cache = can_generate(cast(PreTrainedModel, training.model), self._topology)
+        self._sampler = make_sampler(training, self._tokenizer, self._task)
+        if self._task.environment is not None:
+            self._acting = Acting(
+                self._config,
+                self._tokenizer,
+                self._sampler,
+                are_chats=training.stream is not None and bool(are_chats(training.stream.corpus)),
+                waiting=partial(training.waiting, ACTING),
+            )
         if self.generators is not None:
-            self.generators.begin(training, self._limits)
-        if self._acting is not None:
-            self._acting.begin(training, self._limits, uses_cache=self._uses_cache, fill_id=self._fill_id)
+            self.generators.begin(training, self._sampler.limits)
 
     def answer(
         self, batches: Sequence[Batch], forwarding: Callable[[], AbstractContextManager[Forward]]
@@ -119,9 +123,13 @@ class Rollouts:
             replica.
         """
         count = self._task.num_generations
-        room = self._limits.room()
+        room = self._sampler.limits.room()
         examples = [example for batch in batches for example in read_examples(batch, room)]
-        examples = self._with_columns(examples, [batch[DOCUMENTS].tolist() for batch in batches if DOCUMENTS in batch])
+        documents = list(chain.from_iterable(batch[DOCUMENTS].tolist() for batch in batches if DOCUMENTS in batch))
+        if documents:
+            bare, examples = examples, []
+            # A file that one rank cannot read ends all of them.
+            on_all_ranks(lambda: examples.extend(self._with_columns(bare, documents)))
         repeated, answers = self._ask(examples, forwarding)
         # A lane that has ended gives nothing to answer.
         live = [place for place, example in enumerate(repeated) if example.prompt]
@@ -171,70 +179,49 @@ class Rollouts:
         count, numbers = self._task.num_generations, prompt_numbers(self._training, len(examples))
         repeated = [example for example in examples for _ in range(count)]
         if self.generators is not None:
-            given = self.generators.answer(numbers, [example.prompt for example in examples])
-            drawn = [pair for n in numbers for pair in zip(*map(given[n].get, _DRAWN), strict=True)]
-            return repeated, [self._answer(tokens, old) for tokens, old in drawn]
+            given = self.generators.answer(numbers, examples)
+            answers = [one.answer for number in numbers for one in given[number]]
+            if self._acting is not None:
+                read = [one.num_prompt_tokens for number in numbers for one in given[number]]
+                repeated = [replace(one, prompt=one.prompt[:n]) for one, n in zip(repeated, read, strict=True)]
+                self._acting.warn_of_failed(repeated, answers)
+            return repeated, answers
         seeds = [seed for number in numbers for seed in self._seeds_of(number)]
         with forwarding() as forward:
+            rows_at_once = self._training.strategy.batch.micro_batch_size * count
             if self._acting is None:
-                return repeated, self._sample([example.prompt for example in repeated], seeds, forward)
-            names = [f"{self._seed}:{number}" for number in numbers for _ in range(count)]
-            return self._acting.answer(repeated, names, seeds, forward, rows_at_once=self._rows_at_once)
-
-    @property
-    def _rows_at_once(self) -> int:
-        return self._training.strategy.batch.micro_batch_size * self._task.num_generations
-
-    def _sample(self, prompts: Sequence[list[int]], seeds: Sequence[int], forward: Forward) -> list[Answer]:
-        """Sample one answer to each of `prompts` on the ranks."""
-        sampled = sample_completions(
-            # All ranks sample equally many rows.
-            [prompt or [self._fill_id] for prompt in prompts],
-            seeds,
-            forward,
-            self._limits,
-            Sampling.of(self._task),
-            topology=self._topology,
-            rows_at_once=self._rows_at_once,
-            uses_cache=self._uses_cache,
-        )
-        return [self._answer(tokens if prompt else []) for prompt, tokens in zip(prompts, sampled, strict=True)]
-
-    def _answer(self, tokens: list[int], log_probabilities: list[float] | None = None) -> Answer:
-        """Make an answer of one turn."""
-        made = Answer.of(tokens)
-        made.has_ended = bool(tokens) and tokens[-1] in self._limits.end_ids
-        made.log_probabilities = log_probabilities
-        return made
+                prompts, fill = [example.prompt for example in repeated], self._fill_id
+                answers = answer_prompts(
+                    self._sampler, prompts, seeds, forward, rows_at_once=rows_at_once, fill_id=fill
+                )
+                return repeated, answers
+            names = [episode_name(self._seed, number) for number in numbers for _ in range(count)]
+            return self._acting.answer(repeated, names, seeds, forward, rows_at_once=rows_at_once)
 
     def answer_held_out(self, forward: Forward) -> dict[str, list[float]]:
         """Answer the held-out prompts greedily; give figures of all answers, on all ranks. A collective."""
         rows_at_once = self._training.args.per_device_eval_batch_size
         if self._acting is not None:
             return self._act_held_out(self._acting, forward, rows_at_once)
-        prompts = [example.prompt for example in self._examples]
+        prompts, limits = [example.prompt for example in self._examples], self._sampler.limits
         answers = continue_prompts(
             prompts,
             forward,
-            self._limits,
+            limits,
             topology=self._topology,
             rows_at_once=rows_at_once,
-            uses_cache=self._uses_cache,
+            uses_cache=self._sampler.uses_cache,
         )
         # These lack the token that ended them, which a reward model reads.
-        whole = [
-            self._answer(
-                [*tokens, self._tokenizer.eos_token_id] if len(tokens) < self._limits.max_new_tokens else tokens
-            )
-            for tokens in answers
-        ]
+        ends = [[self._tokenizer.eos_token_id] if len(own) < limits.max_new_tokens else [] for own in answers]
+        whole = [Answer.of(own + end, end_ids=limits.end_ids) for own, end in zip(answers, ends, strict=True)]
         generations = self._scoring.describe(self._examples, whole)
         scores: dict[str, list[float]] = on_rank_zero(lambda: self._scoring.score(generations, whole)[0])
         return scores | self._figures(whole)
 
     def _act_held_out(self, acting: Acting, forward: Forward, rows_at_once: int) -> dict[str, list[float]]:
         """Play an episode for each held-out prompt, each data rank a share of them."""
-        topology, room = self._topology, self._limits.room()
+        topology, room = self._topology, self._sampler.limits.room()
         share = -(-len(self._examples) // topology.data)
         first = topology.data_rank * share
         own = [
@@ -252,8 +239,11 @@ class Rollouts:
         of_shares = [figures for figures in told if figures is not None]
         return {name: [value for figures in of_shares for value in figures[name]] for name in of_shares[0]}
 
-    def _read_prompts(self, batch: Batch) -> list[list[int]]:
-        return [example.prompt for example in read_examples(batch, self._limits.room())]
+    def _read_row(self, batch: Batch) -> list[Example]:
+        """Give the examples of rows that are read ahead; DataError: a file cannot be read."""
+        examples = read_examples(batch, self._sampler.limits.room())
+        is_bare = self._acting is None or DOCUMENTS not in batch
+        return examples if is_bare else self._with_columns(examples, batch[DOCUMENTS].tolist())
 
     @property
     def _fill_id(self) -> int:
@@ -262,18 +252,12 @@ class Rollouts:
     def _seeds_of(self, number: int) -> list[int]:
         return answer_seeds(self._seed, number, self._task.num_generations)
 
-    def _with_columns(self, examples: list[Example], documents: Sequence[Sequence[int]]) -> list[Example]:
-        """Add the other columns of the rows, where the stream tells which documents they are. A collective then."""
-        if not documents:
-            return examples
-        numbers = list(chain.from_iterable(documents))
-        columns: dict[int, Mapping[str, object]] = {-1: {}}
-        known = [number for number in numbers if number >= 0]
-        # A file that one rank cannot read ends all of them.
+    def _with_columns(self, examples: Sequence[Example], documents: Sequence[int]) -> list[Example]:
+        """Add the other columns of the rows, which are these documents; DataError: a file cannot be read."""
         stream = self._training.stream
         assert stream is not None
-        on_all_ranks(lambda: columns.update(stream.corpus.columns(known)))
-        return [replace(one, columns=columns[number]) for one, number in zip(examples, numbers, strict=True)]
+        columns = stream.corpus.columns([number for number in documents if number >= 0]) | {-1: {}}
+        return [replace(one, columns=columns[number]) for one, number in zip(examples, documents, strict=True)]
 
     def _score(
         self, generations: Sequence[Generation], answers: Sequence[Answer]

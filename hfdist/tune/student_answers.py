@@ -8,22 +8,21 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Sequence
-from typing import cast
 
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from hfdist.config.run import RunConfig
 from hfdist.data import Corpus, find_source_without_prompts
 from hfdist.errors import DataError
 from hfdist.strategies.engine import Batch
-from hfdist.trainer.generation.continuation import can_generate
-from hfdist.trainer.generation.limits import GenerationLimits, find_limits
-from hfdist.trainer.generation.sampling import Sampling, sample_completions
+from hfdist.trainer.generation.sampling import Sampler
 from hfdist.trainer.step.forwards import evaluating
 from hfdist.trainer.training import Training
-from hfdist.tune.answer import Answer
 from hfdist.tune.prompt_seeds import answer_seeds, prompt_numbers
+from hfdist.tune.rollout_lines import RolloutLines
 from hfdist.tune.rollout_rows import fill_id, make_rows, read_examples
+from hfdist.tune.sampler import answer_prompts, make_sampler
+from hfdist.tune.scoring import Scoring
 
 
 def check_prompts(corpus: Corpus) -> None:
@@ -42,22 +41,20 @@ class StudentAnswers:
     Args:
         config: config of the run; `task.*` says in which share of the steps, and how tokens are drawn.
         tokenizer: tokenizer of the model.
+        lines: writes some answers, on rank 0.
     """
 
     # What `begin` sets.
     _training: Training
-    _limits: GenerationLimits
-    _uses_cache: bool
-    """Whether rows are continued with a cache: see `can_generate`."""
+    _sampler: Sampler
 
-    def __init__(self, config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(self, config: RunConfig, tokenizer: PreTrainedTokenizerBase, *, lines: RolloutLines) -> None:
         self._task, self._seed, self._tokenizer = config.task, config.train.seed, tokenizer
+        self._scoring, self.lines = Scoring([], tokenizer, config.task.max_new_tokens), lines
 
     def begin(self, training: Training) -> None:
         """Find the limits of answers; ConfigError: they leave no room for a prompt."""
-        self._training, most = training, self._task.max_new_tokens
-        self._limits = find_limits(training.model, self._tokenizer, most, where="task.max_new_tokens")
-        self._uses_cache = can_generate(cast(PreTrainedModel, training.model), training.strategy.topology)
+        self._training, self._sampler = training, make_sampler(training, self._tokenizer, self._task)
 
     def has(self, step: int) -> bool:
         """Whether the model itself answers in a step, by its number from 0."""
@@ -70,23 +67,23 @@ class StudentAnswers:
         Args:
             batches: batches of this data rank with one document in each row.
         """
-        training, room = self._training, self._limits.room()
+        training, room = self._training, self._sampler.limits.room()
         counts = [len(batch["input_ids"]) for batch in batches]
-        prompts = [example.prompt for batch in batches for example in read_examples(batch, room)]
-        filling = fill_id(self._tokenizer)
+        examples = [example for batch in batches for example in read_examples(batch, room)]
+        prompts, filling = [example.prompt for example in examples], fill_id(self._tokenizer)
         with evaluating(training, are_training=True) as forward, training.engine.gathered():
-            sampled = sample_completions(
-                # All ranks sample equally many rows; a lane that has ended gives none to answer.
-                [prompt or [filling] for prompt in prompts],
+            answers = answer_prompts(
+                self._sampler,
+                prompts,
                 [answer_seeds(self._seed, number, 1)[0] for number in prompt_numbers(training, len(prompts))],
                 forward,
-                self._limits,
-                Sampling.of(self._task),
-                topology=training.strategy.topology,
                 rows_at_once=training.strategy.batch.micro_batch_size,
-                uses_cache=self._uses_cache,
+                fill_id=filling,
             )
-        answers = [Answer.of(tokens if prompt else []) for prompt, tokens in zip(prompts, sampled, strict=True)]
+        # A lane that has ended gives none to answer.
+        live = [place for place, prompt in enumerate(prompts) if prompt]
+        shown = self._scoring.describe([examples[place] for place in live], [answers[place] for place in live])
+        self.lines.write_some(shown, {}, training.state)
         firsts = [sum(counts[:place]) for place in range(len(counts))]
         return [
             make_rows(prompts[first : first + count], answers[first : first + count], fill_id=filling)

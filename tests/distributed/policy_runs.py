@@ -17,7 +17,7 @@ from hfdist.records import RunFolder, read_lines
 from hfdist.rewards import Generation, load_rewards
 from hfdist.topology import Topology
 from hfdist.trainer.generation.limits import GenerationLimits
-from hfdist.trainer.generation.sampling import Sampling, sample_completions
+from hfdist.trainer.generation.sampling import Sampler, Sampling
 from tests.distributed.preference_runs import EPSILON, GLOBAL_BATCH, RATE, STEPS
 
 MARKS = ["<pad>", "<end>", "<unknown>"]
@@ -79,6 +79,29 @@ def even(generations):
 """A reward of each word: 1 for an even digit."""
 
 
+MOODY = '''
+import os
+
+from hfdist.environments.guess import Guess
+
+
+class Moody(Guess):
+    """The guessing game, which fails for some numbers, and gives no number twice as much."""
+
+    def reset(self, row):
+        super().reset(row)
+        if self._number == 7:
+            raise ValueError("no room")
+
+    def step(self, text):
+        if self._number in (1, 4):
+            raise ValueError("not today")
+        observation, reward, done = super().step(text)
+        return ("3 + 4" if observation == "higher" else observation), reward + 0.125, done
+'''
+"""The environment `moody`: some of its episodes fail."""
+
+
 def trained_prompts(run_dir: Path) -> list[tuple[int, int]]:
     """Step and number of each prompt that generators have answered and a step has trained, in order."""
     return [(line["step"], line["number"]) for line in read_lines(RunFolder(run_dir).rollouts_ledger)]
@@ -103,16 +126,18 @@ class _OurAnswers:
         ]
         self.model.eval()
         with torch.no_grad():
-            answers = sample_completions(
+            drawn = Sampler(
+                limits=GenerationLimits(max_new_tokens=NEW_TOKENS, end_ids=frozenset({1}), most_tokens=None),
+                sampling=Sampling(temperature=self.args.temperature),
+                topology=Topology(),
+                uses_cache=False,
+            ).draw(
                 prompt_ids,
                 seeds,
                 lambda batch, function: [function(self.model, batch)],
-                GenerationLimits(max_new_tokens=NEW_TOKENS, end_ids=frozenset({1}), most_tokens=None),
-                Sampling(temperature=self.args.temperature),
-                topology=Topology(),
                 rows_at_once=len(prompt_ids),
-                uses_cache=False,
             )
+        answers = [one.tokens for one in drawn]
         self.model.train()
         return (answers, None) if isinstance(self, trl.GRPOTrainer) else answers
 

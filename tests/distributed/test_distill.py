@@ -246,7 +246,7 @@ def test_the_loss_of_own_answers_is_that_of_trl(folder, tmp_path, monkeypatch):
         return found
 
     monkeypatch.setattr(StudentAnswers, "answer", kept)
-    run = distill(tmp_path / "run", folder, 1, "task.on_policy=1", "task.max_new_tokens=9")
+    run = distill(tmp_path / "run", folder, 1, "task.on_policy=1", "task.max_new_tokens=9", "report.log_every=1")
     student, teaching = (AutoModelForCausalLM.from_pretrained(folder / name) for name in ("lm", "teacher"))
     total, lengths = torch.zeros(()), []
     for batch in torch.load(tmp_path / "step-0.pt"):
@@ -265,6 +265,14 @@ def test_the_loss_of_own_answers_is_that_of_trl(folder, tmp_path, monkeypatch):
     assert first["completion_tokens"] == pytest.approx(sum(lengths) / len(lengths))
     assert len(lengths) == GLOBAL_BATCH
     assert max(lengths) <= 9
+    shown = [line for line in read_lines(RunFolder(run).rollouts) if line["step"] == 1]
+    drawn = torch.cat([batch["labels"] for batch in torch.load(tmp_path / "step-0.pt")])[: len(shown)]
+    words = AutoTokenizer.from_pretrained(folder / "lm")
+    texts = [
+        words.decode([*filter(lambda token: token != IGNORED, row)], skip_special_tokens=True) for row in drawn.tolist()
+    ]
+    assert [line["text"] for line in shown] == texts
+    assert len(shown) == 2
     assert len({tuple(ids.tolist()) for batch in torch.load(tmp_path / "step-1.pt") for ids in batch["input_ids"]}) > 1
 
 

@@ -5,7 +5,7 @@ import pytest
 from hfdist.environments.registry import GROUP
 from hfdist.records import RunFolder, read_lines
 from tests.distributed import trl_runs
-from tests.distributed.policy_runs import COMMON
+from tests.distributed.policy_runs import ANSWERS, COMMON, MOODY
 from tests.distributed.preference_runs import tune
 from tests.distributed.runs import eval_losses, weights
 from tests.marks import many
@@ -14,26 +14,6 @@ from tests.packages import install_package
 pytestmark = pytest.mark.distributed
 
 STEPS = 3
-SOURCE = '''
-import os
-
-from hfdist.environments.guess import Guess
-
-
-class Moody(Guess):
-    """The guessing game, which fails for some numbers, and gives no number twice as much."""
-
-    def reset(self, row):
-        super().reset(row)
-        if self._number == 7:
-            raise ValueError("no room")
-
-    def step(self, text):
-        if self._number in (1, 4):
-            raise ValueError("not today")
-        observation, reward, done = super().step(text)
-        return ("3 + 4" if observation == "higher" else observation), reward + 0.125, done
-'''
 FIGURES = (
     *("reward", "reward_std", "rewards/environment", "rewards/arithmetic", "dead_groups", "completion_tokens"),
     *("cut_off", "turns", "tool_calls", "failed_episodes"),
@@ -45,13 +25,15 @@ def run(tmp_path_factory, policy, sums, cache_dir):
     """Run in a layout; the environment is that of an installed package."""
     folder = tmp_path_factory.mktemp("moody")
     with pytest.MonkeyPatch.context() as patch:
-        install_package(folder, patch, "moody", SOURCE, GROUP, moody="Moody")
+        install_package(folder, patch, "moody", MOODY, GROUP, moody="Moody")
+        # Of generators, which are no forks.
+        patch.setenv("PYTHONPATH", str(folder))
 
         def in_layout(num_ranks, layout):
             own = ("task=grpo", "task.loss=dr_grpo", "task.beta=0.5", *COMMON, "task.environment=moody")
             limits = ("task.max_new_tokens=16", "task.max_turns=3", "data.sequence_length=32")
             rewards = "task.rewards={arithmetic: 1.0, environment: 2.0}"
-            name = layout.partition(" ")[0]
+            name = layout.replace(" ", "_").replace("=", "_")
             return tune(
                 folder / name, policy, sums, num_ranks, *own, *limits, rewards, *f"strategy={layout}".split(),
                 "report.log_every=1", f"train.max_steps={STEPS}", f"train.eval_every={STEPS}",
@@ -74,6 +56,7 @@ def lines(folder):
     [
         (2, "ddp"),
         (2, "pipeline"),
+        (2, "ddp task.generators=1 task.max_staleness=0"),
         many(2, "zero3"),
         many(2, "fsdp2"),
         many(2, "tensor"),
@@ -90,6 +73,16 @@ def test_a_layout_changes_no_episode(single, run, num_ranks, layout):
         assert ours["loss"] == pytest.approx(theirs["loss"], rel=1e-5, abs=1e-6)
     assert eval_losses(folder) == pytest.approx(eval_losses(single))
     assert trl_runs.difference(weights(folder), weights(single)) < 1e-5
+    assert first_episodes(folder) == first_episodes(single)
+
+
+def first_episodes(folder):
+    """What was said to the first prompt of each step, which rank 0 has in any layout."""
+    of_steps = {}
+    for line in read_lines(RunFolder(folder).rollouts):
+        of_steps.setdefault(line["step"], []).append((line["prompt"], line["turns"], line["reward"]))
+    assert len(of_steps) == STEPS
+    return [own[:ANSWERS] for own in of_steps.values()]
 
 
 def test_the_run_has_turns_and_failed_episodes(single):

@@ -1,34 +1,27 @@
 """Generators beside the ranks: the same training as within the step, and each prompt once, whoever is killed."""
 
 import math
-import multiprocessing
 import os
 import re
 import signal
-import socket
-import time
-from enum import Enum
 
 import pytest
 
+from hfdist.environments.registry import GROUP
 from hfdist.launch.address import LOOPBACK
 from hfdist.messages.door import SECRET
 from hfdist.records import RunFolder, read_lines
 from hfdist.records.lines import earlier
 from hfdist.testing import run_ranks
-from hfdist.tune.generators import link, remote, remote_files
-from hfdist.tune.generators.generator import Generator
-from hfdist.tune.generators.link import TcpLink
-from hfdist.tune.generators.messages import unpack
-from hfdist.tune.generators.remote import RemoteGenerator
-from hfdist.tune.generators.remote_files import RemoteFiles
 from recipes.tune import main
 from tests.distributed import policy_runs, trl_runs
 from tests.distributed.policy_runs import each_once, trained_prompts
 from tests.distributed.preference_runs import GLOBAL_BATCH, STEPS, make_config, tune
 from tests.distributed.processes import Life, assert_gone
+from tests.distributed.remote_generators import Moment, free_port, start_pair
 from tests.distributed.runs import losses, weights
 from tests.marks import many
+from tests.packages import install_package
 
 pytestmark = pytest.mark.distributed
 
@@ -54,60 +47,6 @@ def test_without_staleness_it_is_the_training_within_the_step(tmp_path, policy, 
     assert trained_prompts(run) == each_once(STEPS)
 
 
-class Moment(Enum):
-    """Of a generator, at the version of step 1 where there is one."""
-
-    hello = "before it has said who it is"
-    weights = "while it reads weights"
-    answer = "in the middle of an answer"
-    answered = "after an answer"
-
-
-def generate(port, folder, moment, struck):
-    """As `hfdist generate` does, in a fork that kills itself at a moment; None: that comes once the other is killed."""
-    remote_files.RETRY_SECONDS = remote.RETRY_SECONDS = 0.1
-    while moment is None and not struck.exists():
-        time.sleep(0.05)
-    if moment is not None:
-        die_at(moment, struck)
-    with (folder / "log").open("a", buffering=1) as log:
-        address, secret = (LOOPBACK, port), os.environ[SECRET]
-        say = lambda line: print(line, file=log)  # noqa: E731
-        RemoteGenerator(address, secret, folder, folder, own=None, wait_seconds=120, say=say).run()
-
-
-def die_at(moment, struck):
-    """Kill this process at a moment: its methods are wrapped, and nothing is replaced."""
-    knock, chunk, forward, send = link.knock, RemoteFiles._chunk, Generator._forward, TcpLink.send
-
-    def die(is_now):
-        if is_now:
-            struck.touch()
-            os.kill(os.getpid(), signal.SIGKILL)
-
-    def knock_and_die(*arguments):
-        made = knock(*arguments)
-        die(moment is Moment.hello)
-        return made
-
-    def chunk_and_die(files, asked, wanted):
-        found = chunk(files, asked, wanted)
-        die(moment is Moment.weights and asked.get("version") == 1)
-        return found
-
-    def forward_and_die(generator, *arguments, **named):
-        found = forward(generator, *arguments, **named)
-        die(moment is Moment.answer and generator._version_read == (0, 1))
-        return found
-
-    def send_and_die(connection, content):
-        send(connection, content)
-        die(moment is Moment.answered and unpack(content).get("version") == 1)
-
-    link.knock, RemoteFiles._chunk = knock_and_die, chunk_and_die
-    Generator._forward, TcpLink.send = forward_and_die, send_and_die
-
-
 def tune_on_two_machines(config):
     """A rank that is alone on its machine, as its launcher says."""
     os.environ["LOCAL_WORLD_SIZE"] = "1"
@@ -118,17 +57,11 @@ def tune_on_two_machines(config):
 def generators(tmp_path, monkeypatch):
     """Starts two generators, as of other machines: one that kills itself, and one that comes then; gives their port."""
     monkeypatch.setenv(SECRET, "of people")
-    with socket.create_server((LOOPBACK, 0)) as taken:
-        port = taken.getsockname()[1]
     processes = []
 
     def start(moment):
-        for number, own in enumerate((moment, None)):
-            folder = tmp_path / f"generator-{number}"
-            folder.mkdir()
-            arguments = port, folder, own, tmp_path / "struck"
-            processes.append(multiprocessing.get_context("fork").Process(target=generate, args=arguments))
-            processes[-1].start()
+        port = free_port()
+        processes.extend(start_pair(port, tmp_path, moment))
         return processes, port
 
     yield start
@@ -179,6 +112,35 @@ def test_generators_and_ranks_of_other_machines_with_an_adapter(
     # In float32, as in the adapter's own file; headers have other names.
     size = (folder / "adapter" / "adapter_model.safetensors").stat().st_size
     assert [abs(one - size) < 2000 + 0.02 * size for one in sizes] == [True]
+
+
+def test_generators_of_other_machines_play_the_episodes_that_ranks_play(
+    tmp_path, policy, sums, cache_dir, generators, monkeypatch
+):
+    install_package(tmp_path, monkeypatch, "moody", policy_runs.MOODY, GROUP, moody="Moody")
+    own = (
+        "task=grpo",
+        *policy_runs.COMMON,
+        "task.environment=moody",
+        "task.rewards={environment: 1.0}",
+        "task.max_new_tokens=16",
+        "task.max_turns=3",
+        "data.sequence_length=32",
+        "train.eval_every=null",
+        "report.log_every=1",
+    )
+    plain = tune(tmp_path / "plain", policy, sums, 1, *own)
+    (processes, port), folder = generators(Moment.turn), tmp_path / "run"
+    asynchronous = (f"task.generators_port={port}", f"task.generators_host={LOOPBACK}", "task.max_staleness=0")
+    tune(folder, policy, sums, 2, *own, *asynchronous, "strategy=pipeline")
+    for process in processes:
+        process.join(60)
+    assert [process.exitcode for process in processes] == [-signal.SIGKILL, 0]
+    for ours, theirs in zip(*(read_lines(RunFolder(one).rollouts) for one in (folder, plain)), strict=True):
+        assert ours == theirs
+    assert losses(folder) == pytest.approx(losses(plain), rel=1e-5, abs=1e-5)
+    assert trl_runs.difference(weights(folder), weights(plain)) < 1e-5
+    assert trained_prompts(folder) == each_once(STEPS)
 
 
 @pytest.mark.many

@@ -16,7 +16,7 @@ from hfdist.testing import run_ranks
 from hfdist.trainer.generation import continuation
 from hfdist.trainer.generation.greedy import continue_prompts
 from hfdist.trainer.generation.limits import GenerationLimits
-from hfdist.trainer.generation.sampling import Sampling, sample_completions
+from hfdist.trainer.generation.sampling import Sampler, Sampling
 from hfdist.trainer.step.forwards import evaluating
 from tests.distributed.trainers import TINY, history, make_strategy, make_trainer
 from tests.marks import many
@@ -67,20 +67,13 @@ class Samples(TrainerCallback):
         engine = self.trainer.engine
         how = {
             "topology": topology,
-            "rows_at_once": 3,
             "uses_cache": continuation.can_generate(self.trainer.model, topology),
         }
         with evaluating(self.trainer.training) as forward, SentBytes() as sent, engine.gathered():
-            completions = sample_completions(
-                PROMPTS[own],
-                seeds[own],
-                forward,
-                LIMITS,
-                Sampling(temperature=2.0, top_k=30, top_p=0.98),
-                **how,
-            )
-            self.likeliest.append(continue_prompts(PROMPTS, forward, LIMITS, **how))
-        self.completions.append(completions)
+            sampler = Sampler(limits=LIMITS, sampling=Sampling(temperature=2.0, top_k=30, top_p=0.98), **how)
+            drawn = sampler.draw(PROMPTS[own], seeds[own], forward, rows_at_once=3)
+            self.likeliest.append(continue_prompts(PROMPTS, forward, LIMITS, rows_at_once=3, **how))
+        self.completions.append([one.tokens for one in drawn])
         gathered = Counter()
         for channel, count in sent.num_bytes.items():
             gathered[channel.kind] += count

@@ -4,7 +4,6 @@ import itertools
 import logging
 import random
 import threading
-from contextlib import nullcontext
 from types import SimpleNamespace
 
 import pytest
@@ -18,6 +17,7 @@ from hfdist.environments.registry import GROUP
 from hfdist.topology import Topology
 from hfdist.trainer.generation.gumbel import gumbel_noise, split_seeds
 from hfdist.trainer.generation.limits import find_limits
+from hfdist.trainer.generation.sampling import Sampler, Sampling
 from hfdist.tune.acting import Acting
 from tests.distributed.policy_runs import write_model
 from tests.packages import install_package
@@ -89,18 +89,23 @@ def play(model, tmp_path, monkeypatch):
     name = f"steps{next(NUMBERS)}"
     install_package(tmp_path, monkeypatch, name, SOURCE, GROUP, steps="Steps")
 
-    def run(kinds, *, greedy=False, max_new_tokens=60, environment="steps", uses_cache=True, slots=3, **task):
+    def run(
+        kinds, *, greedy=False, max_new_tokens=60, environment="steps", uses_cache=True, slots=3, records=False, **task
+    ):
         config = RunConfig()
         config.task.name, config.task.environment = TaskName.grpo, environment
         config.task.max_new_tokens = max_new_tokens
         for key, value in task.items():
             setattr(config.task, key, value)
         own, tokenizer = model
-        acting = Acting(config, tokenizer)
-        strategy = SimpleNamespace(topology=Topology())
-        training = SimpleNamespace(stream=None, strategy=strategy, waiting=lambda doing: nullcontext())
-        limits = find_limits(own, tokenizer, max_new_tokens)
-        acting.begin(training, limits, uses_cache=uses_cache, fill_id=0)
+        sampler = Sampler(
+            limits=find_limits(own, tokenizer, max_new_tokens),
+            sampling=Sampling(),
+            topology=Topology(),
+            uses_cache=uses_cache,
+            records=records,
+        )
+        acting = Acting(config, tokenizer, sampler, are_chats=False)
 
         def forward(batch, function, *, as_whole=False):
             with torch.no_grad():
@@ -125,19 +130,22 @@ SEEDS = [3, 2**40, 7, 8, 9, 10, 11, 12]
 
 def test_each_token_is_drawn_by_its_place_or_read_as_it_was_said(model, play):
     own, tokenizer = model
-    found = play(["plain", "first", "plain", "", "plain"])
+    found = play(["plain", "first", "plain", "", "plain"], records=True)
     said = tokenizer("\n3 +\n")["input_ids"]
     for prompt, answer, seed in zip(found.prompts, found.answers, SEEDS, strict=False):
         assert (answer.num_turns, answer.has_ended, answer.reward, answer.fault) == (3, True, 1.5, None)
         runs = [(drawn, len(list(own))) for drawn, own in itertools.groupby(answer.is_drawn)]
         assert sum(count for drawn, count in runs if not drawn) == 2 * len(said) + 2 * (not runs[0][0])
-        keys = split_seeds([seed])
+        keys, recorded = split_seeds([seed]), iter(answer.log_probabilities)
         for place, (token, is_drawn) in enumerate(zip(answer.tokens, answer.is_drawn, strict=True)):
             if not is_drawn:
                 continue
             with torch.no_grad():
                 logits = own(torch.tensor([prompt + answer.tokens[:place]])).logits[0, -1]
-            assert (logits.log_softmax(-1) + gumbel_noise(keys, place, len(logits))[0]).argmax().item() == token
+            values = logits.log_softmax(-1)
+            assert (values + gumbel_noise(keys, place, len(logits))[0]).argmax().item() == token
+            assert next(recorded) == pytest.approx(values[token].item(), abs=1e-5)
+        assert not list(recorded)
         # What is said at the end is no longer read.
         assert [turn.role for turn in answer.turns][-6:] == ["assistant", "user"] * 3
     assert len({tuple(answer.tokens) for answer in found.answers}) == 5

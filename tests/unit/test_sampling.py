@@ -13,7 +13,7 @@ from hfdist.errors import ConfigError
 from hfdist.topology import Topology
 from hfdist.trainer.generation.gumbel import gumbel_noise, philox, split_seeds
 from hfdist.trainer.generation.limits import GenerationLimits
-from hfdist.trainer.generation.sampling import Sampling, perturb, sample_completions
+from hfdist.trainer.generation.sampling import Sampler, Sampling, perturb
 from tests.unit.test_evaluators import PROMPTS, make_model
 
 SEEDS = [3, 2**40 + 3, 2**64 - 1, 7]
@@ -91,16 +91,13 @@ def sampled(model, prompts=PROMPTS, seeds=SEEDS, rows_at_once=4, uses_cache=True
         with torch.no_grad():
             return [function(model, batch)]
 
-    return sample_completions(
-        prompts,
-        seeds,
-        forward,
-        GenerationLimits(**{"max_new_tokens": 12, "end_ids": frozenset(), "most_tokens": None} | limits),
-        sampling or Sampling(temperature=3.0, top_k=20, top_p=0.95),
+    sampler = Sampler(
+        limits=GenerationLimits(**{"max_new_tokens": 12, "end_ids": frozenset(), "most_tokens": None} | limits),
+        sampling=sampling or Sampling(temperature=3.0, top_k=20, top_p=0.95),
         topology=Topology(),
-        rows_at_once=rows_at_once,
         uses_cache=uses_cache,
     )
+    return [drawn.tokens for drawn in sampler.draw(prompts, seeds, forward, rows_at_once=rows_at_once)]
 
 
 @pytest.mark.parametrize("kind", ["llama", "gpt2"])

@@ -268,6 +268,11 @@ def _check_rewards(config: RunConfig) -> None:
 
 
 def _check_generators(config: RunConfig) -> None:
+    if config.task.off_policy_mask_threshold is not None and not config.task.uses_generators:
+        why = "answers within the step are of the policy that it trains: none is far from it; task.generators has older"
+        error = _misfit(config, "task.off_policy_mask_threshold", "null", why)
+        error.hint = f"task.generators=1, or {error.hint}"
+        raise error
     if config.task.generators_host is not None and config.task.generators_port is None:
         what, hint = "nobody is let in at this address without a port", "task.generators_port=29700"
         raise ConfigError(what, where="task.generators_port", found="null", allowed="a port", hint=hint)
@@ -298,9 +303,14 @@ def _check_environment(config: RunConfig) -> None:
                 hint = f"task=grpo {hint}"
             raise ConfigError(what, where="task.rewards", found=ENVIRONMENT, hint=hint)
         return
-    if task.uses_generators:
-        key, allowed = ("generators", "0") if task.generators else ("generators_port", "null")
-        raise _misfit(config, f"task.{key}", allowed, "generators answer in one turn: the ranks play the episodes")
+    if task.uses_generators and task.answer_seconds < task.environment_seconds:
+        raise ConfigError(
+            "a prompt would go to another generator while its environment may still answer",
+            where="task.answer_seconds",
+            found=f"{task.answer_seconds:g}, with task.environment_seconds={task.environment_seconds:g}",
+            allowed=">= task.environment_seconds",
+            hint=f"task.answer_seconds={task.max_turns * task.environment_seconds:g}",
+        )
     if task.environment in _OF_REFERENCE and RowFormat.prompt in _formats(config).values():
         what = "this environment needs the completion of the row, and prompts alone have none"
         found, hint = f"{task.environment}, with format prompt", "data.format=prompt_completion"

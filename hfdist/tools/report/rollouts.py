@@ -1,4 +1,4 @@
-"""The part of a report about rollouts: answers of a model that is trained by rewards, with their rewards."""
+"""The part of a report about rollouts: answers of a model that learns from them, with their rewards if it has any."""
 
 from __future__ import annotations
 
@@ -33,7 +33,8 @@ def rollouts(run: RunFiles) -> str:
     more = _table(newest[_MOST_OPEN:], keys)
     folded = f'<details id="rollouts-more"><summary>earlier answers</summary>{more}</details>' if more else ""
     field = _search("words, step>100, reward<0.5")
-    return f"<h2>Answers and their rewards</h2>{field}{_table(newest[:_MOST_OPEN], keys)}{folded}"
+    title = "Answers and their rewards" if keys else "Answers"
+    return f"<h2>{title}</h2>{field}{_table(newest[:_MOST_OPEN], keys)}{folded}"
 
 
 def side_by_side(runs: Sequence[RunFiles]) -> str:

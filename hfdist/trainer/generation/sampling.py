@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
@@ -20,7 +20,7 @@ from hfdist.topology import Topology
 from hfdist.trainer.generation.continuation import continue_rows
 from hfdist.trainer.generation.gumbel import gumbel_noise, split_seeds
 from hfdist.trainer.generation.limits import GenerationLimits
-from hfdist.trainer.generation.score import ROWS, Score
+from hfdist.trainer.generation.score import BUDGETS, ROWS, Score, likeliest
 
 _KEYS = "keys"
 """Name among the extras of the keys of the rows' noise."""
@@ -56,48 +56,77 @@ class Sampling:
         return warpers
 
 
-def sample_completions(
-    prompts: Sequence[Sequence[int]],
-    seeds: Sequence[int],
-    forward: Forward,
-    limits: GenerationLimits,
-    sampling: Sampling,
-    *,
-    topology: Topology,
-    rows_at_once: int,
-    uses_cache: bool,
-) -> list[list[int]]:
-    """Sample a completion of each prompt of this data rank. All ranks call it.
+class Drawn(NamedTuple):
+    """What was drawn after a row."""
 
-    Within `Engine.gathered`, sharded weights are gathered once, and data ranks do not wait for each other.
+    tokens: list[int]
+    """The one that ended it included."""
+    log_probabilities: list[float] | None
+    """Of each token, when it was drawn; None: the sampler does not record them."""
 
-    Args:
-        prompts: the same on all ranks of a model replica, and equally many on all data ranks. The beginning of one that
-            is too long for the model is left out.
-        seeds: one for each prompt, of which 64 bits count.
-        forward: runs forwards in the layout.
-        limits: where a completion ends.
-        sampling: the distribution.
-        topology: the place of this rank.
-        rows_at_once: the most rows of a data rank in a forward.
-        uses_cache: see `continue_rows`.
 
-    Returns:
-        The new tokens, the one that ended a completion included, on all ranks of the model replica.
-    """
-    # A single seed would be broadcast to all rows.
-    assert len(seeds) == len(prompts), (len(seeds), len(prompts))
-    score, extras = make_score(seeds, sampling)
-    return continue_rows(
-        prompts,
-        forward,
-        limits,
-        score=score,
-        extras=extras,
-        topology=topology,
-        rows_at_once=rows_at_once,
-        uses_cache=uses_cache,
-    )
+@dataclass(frozen=True, kw_only=True)
+class Sampler:
+    """Draws what follows rows of tokens from one model."""
+
+    limits: GenerationLimits
+    """Where a continuation ends."""
+    sampling: Sampling
+    """The distribution."""
+    topology: Topology
+    """The place of this rank."""
+    uses_cache: bool
+    """See `continue_rows`."""
+    records: bool = False
+    """Whether log-probabilities are given, too; in a process without others."""
+
+    def draw(
+        self,
+        rows: Sequence[Sequence[int]],
+        seeds: Sequence[int] | None,
+        forward: Forward,
+        *,
+        rows_at_once: int,
+        before: Sequence[int] | None = None,
+        budgets: Sequence[int] | None = None,
+    ) -> list[Drawn]:
+        """Draw a continuation of each row of this data rank. All ranks call it.
+
+        Within `Engine.gathered`, sharded weights are gathered once, and data ranks do not wait for each other.
+
+        Args:
+            rows: the same on all ranks of a model replica, and equally many on all data ranks. The beginning of one
+                that is too long for the model is left out.
+            seeds: one for each row, of which 64 bits count; None: the likeliest tokens are taken.
+            forward: runs forwards in the layout.
+            rows_at_once: the most rows of a data rank in a forward.
+            before: see `make_score`.
+            budgets: the most new tokens of each row; None: those of the limits.
+
+        Returns:
+            The new tokens, on all ranks of the model replica.
+        """
+        score: Score = likeliest
+        extras: Batch = {}
+        if seeds is not None:
+            # A single seed would be broadcast to all rows.
+            assert len(seeds) == len(rows), (len(seeds), len(rows))
+            score, extras = make_score(seeds, self.sampling, before=before)
+        if budgets is not None:
+            extras[BUDGETS] = torch.tensor(budgets)
+        recorded = TokenLogProbabilities(self.sampling.temperature) if self.records else None
+        written = continue_rows(
+            rows,
+            forward,
+            self.limits,
+            score=score if recorded is None else recorded.recording(score),
+            extras=extras,
+            topology=self.topology,
+            rows_at_once=rows_at_once,
+            uses_cache=self.uses_cache,
+        )
+        values = [None] * len(written) if recorded is None else recorded.log_probabilities(written)
+        return list(map(Drawn, written, values))
 
 
 def make_score(seeds: Sequence[int], sampling: Sampling, *, before: Sequence[int] | None = None) -> tuple[Score, Batch]:

@@ -20,6 +20,8 @@ logger = logging.getLogger(__name__)
 
 _POLL_MILLISECONDS = 50
 """The longest pause between looks at the generators' processes."""
+_HINT_SECONDS = 10.0
+"""How long nobody has joined until the log says how one does."""
 _MOST_SAID = 100
 """Characters of a stranger's name that are logged."""
 _NOT_UNDERSTOOD = -1
@@ -33,9 +35,10 @@ class Broker:
         socket: socket of `open_broker`; from here on, only the thread uses it.
         processes: processes of the generators of this machine.
         files: files of the policy that generators read.
-        max_staleness, answer_seconds: see `Dispatcher`.
+        dispatcher: says who answers which prompt; from here on, only the thread uses it.
         most_prompts: most prompts that a generator answers at once.
         check: of answers.
+        invitation: how a generator of another machine joins; None: it cannot.
     """
 
     def __init__(
@@ -44,14 +47,13 @@ class Broker:
         processes: Processes,
         files: PolicyFiles,
         *,
-        max_staleness: int,
-        answer_seconds: float,
+        dispatcher: Dispatcher,
         most_prompts: int,
         check: AnswerCheck,
+        invitation: str | None = None,
     ) -> None:
         self._socket, self._processes, self._files = socket, processes, files
-        self._answer_seconds, self._most_prompts, self._check = answer_seconds, most_prompts, check
-        self._dispatcher = Dispatcher(max_staleness=max_staleness, answer_seconds=answer_seconds)
+        self._dispatcher, self._most_prompts, self._check = dispatcher, most_prompts, check
         self._rollback = 0
         """The newest rollback; see `PolicyFiles`."""
         self._idle: list[str] = []
@@ -61,6 +63,8 @@ class Broker:
         """The rank that waits for the answers of a prompt, and the step, by the prompt's number."""
         self._error: PeerError | None = None
         self._heard_seconds = time.monotonic()
+        self._invitation, self._begin_seconds = invitation, time.monotonic()
+        """The invitation is None once it is of no use: one has joined, or the log has it."""
         self.num_tokens = 0
         """Number of tokens that generators have generated so far."""
         self._stops = threading.Event()
@@ -117,7 +121,7 @@ class Broker:
         now, kind, rollback = time.monotonic(), message.text("kind"), message.integer("rollback", default=0)
         if kind in ("ready", "answers"):
             self._take_answers(name, message, rollback)
-            self._heard_seconds = now
+            self._heard_seconds, self._invitation = now, None
             if name not in self._ended and name not in self._idle:
                 self._idle.append(name)
             return
@@ -172,10 +176,14 @@ class Broker:
         for name in self._processes.restart_dead():
             logger.warning("%s has ended: its prompts go to others", name)
             self._drop(name)
-        if self._needed and now - self._heard_seconds > 2 * self._answer_seconds:
+        if self._needed and self._invitation is not None and now - self._begin_seconds > _HINT_SECONDS:
+            logger.warning("no generator has joined yet, and the run waits for one: %s", self._invitation)
+            self._invitation = None
+        answer_seconds = self._dispatcher.answer_seconds
+        if self._needed and now - self._heard_seconds > 2 * answer_seconds:
             what = f"no generator has answered for {now - self._heard_seconds:.0f} s"
-            hint = f"a longer time, as task.answer_seconds={2 * self._answer_seconds:g}"
-            raise PeerError(what, where="task.answer_seconds", found=f"{self._answer_seconds:g}", hint=hint)
+            hint = f"a longer time, as task.answer_seconds={2 * answer_seconds:g}"
+            raise PeerError(what, where="task.answer_seconds", found=f"{answer_seconds:g}", hint=hint)
         for generator in list(self._idle):
             given = self._dispatcher.hand_out(generator, self._most_prompts, now)
             if not given:

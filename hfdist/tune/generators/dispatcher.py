@@ -45,7 +45,7 @@ class Dispatcher:
     """
 
     def __init__(self, *, max_staleness: int, answer_seconds: float) -> None:
-        self._max_staleness, self._answer_seconds = max_staleness, answer_seconds
+        self._max_staleness, self.answer_seconds = max_staleness, answer_seconds
         self._prompts: dict[int, _Prompt] = {}
         """Prompts by their number in the run's data, until their answers are taken."""
         self.version: int | None = None
@@ -74,7 +74,7 @@ class Dispatcher:
                 break
             is_awaited = any(at.deadline_seconds > now_seconds for at in prompt.at.values())
             if prompt.answers is None and not is_awaited:
-                prompt.at[generator] = HandedOut(self.version, now_seconds + self._answer_seconds)
+                prompt.at[generator] = HandedOut(self.version, now_seconds + self.answer_seconds)
                 given.append((number, prompt.content))
         return given
 

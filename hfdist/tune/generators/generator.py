@@ -6,24 +6,31 @@ which generator gives them.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hfdist.config.data import cache_dir
 from hfdist.config.train import Precision
+from hfdist.data.documents.examples import Example
 from hfdist.models import TrainableParameters, build_model, find_architecture
 from hfdist.models.resolve import resolve_model
 from hfdist.models.stacked_experts import use_products
+from hfdist.models.tokenizer import load_tokenizer
 from hfdist.strategies.engine import Batch, Value
 from hfdist.topology import Topology
-from hfdist.trainer.generation.continuation import can_generate, continue_rows
-from hfdist.trainer.generation.sampling import Sampling, TokenLogProbabilities, make_score
+from hfdist.trainer.generation.continuation import can_generate
+from hfdist.trainer.generation.sampling import Sampler, Sampling
+from hfdist.tune.acting import Acting
+from hfdist.tune.answer import Answer
+from hfdist.tune.generators.answers import write_answers
 from hfdist.tune.generators.messages import Link, pack, unpack
 from hfdist.tune.generators.settings import Settings
+from hfdist.tune.prompt_seeds import episode_name
 
 
 class Policy(Protocol):
@@ -43,15 +50,26 @@ class Generator:
     """
 
     def __init__(self, settings: Settings, policy: Policy, *, device: int) -> None:
-        self._config, self._limits, self._policy = settings.config, settings.limits, policy
+        self._config, self._policy = settings.config, policy
         self._device = torch.device("cpu")
         if torch.cuda.is_available():
             self._device = torch.device("cuda", device % torch.cuda.device_count())
+        # Before the model: others' files are tried in a process that is forked.
+        tokenizer = _load_tokenizer(settings) if self._config.task.environment is not None else None
         self._model = _build(settings).to(self._device).eval()  # type: ignore[arg-type]  # as of torch's stubs
-        self._uses_cache = can_generate(self._model, Topology())
+        self._sampler = Sampler(
+            limits=settings.limits,
+            sampling=Sampling.of(self._config.task),
+            topology=Topology(),
+            uses_cache=can_generate(self._model, Topology()),
+            records=True,
+        )
+        self._acting: Acting | None = None
+        """Plays episodes with the environment; None: an answer is one turn."""
+        if tokenizer is not None:
+            self._acting = Acting(self._config, tokenizer, self._sampler, are_chats=settings.are_chats)
         self._version_read: tuple[int, int] | None = None
         """Rollback and version of the policy that the model has."""
-        self._sampling = Sampling.of(self._config.task)
 
     def answer(self, rollback: int, version: int, prompts: Sequence[dict[str, Any]]) -> list[dict[str, object]]:
         """Answer prompts by a version of the policy.
@@ -59,10 +77,11 @@ class Generator:
         Args:
             rollback: see `PolicyFiles`.
             version: version of the policy.
-            prompts: each with its number, its tokens, and a seed for each completion.
+            prompts: each with its number, its tokens, and a seed for each completion; with an environment also the
+                tokens of the reference, and the other columns of the row.
 
         Returns:
-            For each prompt its number, its completions as tokens, and the log-probability of each token.
+            For each prompt its number, and its answers as `write_answers` describes them.
 
         Raises:
             FileNotFoundError: the version has been removed.
@@ -72,27 +91,30 @@ class Generator:
             self._version_read = None
             self._policy.read(rollback, version, self._model)
             self._version_read = rollback, version
-        rows = [prompt["tokens"] for prompt in prompts for _ in prompt["seeds"]]
-        drawn = TokenLogProbabilities(self._config.task.temperature)
-        score, extras = make_score([seed for prompt in prompts for seed in prompt["seeds"]], self._sampling)
-        completions = continue_rows(
-            rows,
-            self._forward,
-            self._limits,
-            score=drawn.recording(score),
-            extras=extras,
-            topology=Topology(),
-            rows_at_once=len(rows),
-            uses_cache=self._uses_cache,
-        )
-        log_probabilities = drawn.log_probabilities(completions)
-        answers, first = [], 0
+        answers, read = self._draw(prompts)
+        described, first = [], 0
         for prompt in prompts:
             own = slice(first, first + len(prompt["seeds"]))
             first = own.stop
-            given = {"completions": completions[own], "log_probabilities": log_probabilities[own]}
-            answers.append({"number": prompt["number"], **given})
-        return answers
+            given = write_answers(answers[own], None if read is None else read[own])
+            described.append({"number": prompt["number"], **given})
+        return described
+
+    def _draw(self, prompts: Sequence[dict[str, Any]]) -> tuple[list[Answer], list[list[int]] | None]:
+        """Give all answers to all prompts, and of episodes the prompts as the model has read them."""
+        seeds = [seed for prompt in prompts for seed in prompt["seeds"]]
+        if self._acting is None:
+            rows = [prompt["tokens"] for prompt in prompts for _ in prompt["seeds"]]
+            drawn = self._sampler.draw(rows, seeds, self._forward, rows_at_once=len(rows))
+            return [Answer.of(*one) for one in drawn], None
+        examples, names = [], []
+        for prompt in prompts:
+            columns = json.loads(prompt["columns"])
+            example = Example(prompt=prompt["tokens"], reference=prompt["reference"], columns=columns)
+            examples += [example] * len(prompt["seeds"])
+            names += [episode_name(self._config.train.seed, prompt["number"])] * len(prompt["seeds"])
+        read, answers = self._acting.answer(examples, names, seeds, self._forward, rows_at_once=len(examples))
+        return answers, [example.prompt for example in read]
 
     @torch.no_grad()
     def _forward(
@@ -103,6 +125,12 @@ class Generator:
         own = {name: tensor.to(self._device) for name, tensor in batch.items()}
         with torch.autocast(self._device.type, dtype, enabled=precision is not Precision.fp32):
             return [function(self._model, own)]
+
+
+def _load_tokenizer(settings: Settings) -> PreTrainedTokenizerBase:
+    model = settings.config.model
+    # It is in a folder of its own, so that none is trained.
+    return load_tokenizer(model, corpus_id="", texts=lambda _: (), cache_dir=cache_dir(settings.config.data))
 
 
 def _build(settings: Settings) -> PreTrainedModel:

@@ -9,17 +9,24 @@ An answer is used once: a line of the ledger names it. Lines of steps after a ch
 from __future__ import annotations
 
 import atexit
+import json
 import shutil
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
-from transformers import PreTrainedModel, TrainerCallback, TrainerControl, TrainerState
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback, TrainerControl, TrainerState
 
 from hfdist.collectives import gather_json, on_all_ranks, on_rank_zero
+from hfdist.config.model import TokenizerConfig
 from hfdist.config.run import RunConfig
+from hfdist.data.documents.examples import Example
+from hfdist.data.documents.first_examples import are_chats
+from hfdist.environments.registry import load_environment
 from hfdist.errors import PeerError
+from hfdist.messages.message import Message
 from hfdist.processes.child_python import module
 from hfdist.strategies.engine import Batch
 from hfdist.topology import Topology
@@ -27,13 +34,17 @@ from hfdist.trainer.evaluation.evaluators import is_out_of_patience
 from hfdist.trainer.generation.limits import GenerationLimits
 from hfdist.trainer.step.step_lines import StepLines
 from hfdist.trainer.training import Training
+from hfdist.tune.answer import Answer
 from hfdist.tune.generators.answer_check import AnswerCheck
+from hfdist.tune.generators.answers import Given, read_answers, write_answers
 from hfdist.tune.generators.broker import Broker
+from hfdist.tune.generators.dispatcher import Dispatcher
 from hfdist.tune.generators.lookahead import Lookahead
 from hfdist.tune.generators.messages import Link, pack, unpack
 from hfdist.tune.generators.open_gates import Gates, connect_rank
 from hfdist.tune.generators.policy_files import PolicyFiles
 from hfdist.tune.generators.processes import Processes
+from hfdist.tune.generators.served_files import TOKENIZER
 from hfdist.tune.generators.settings import Settings
 from hfdist.tune.generators.sockets import make_folder, open_broker
 from hfdist.watch.diagnosis import GENERATING
@@ -47,7 +58,8 @@ class Generators(TrainerCallback):
 
     Args:
         config: config of the run.
-        read_prompts: gives the prompts of a batch, as tokens.
+        tokenizer: tokenizer of the model.
+        read_examples: gives the prompts of rows that are read ahead, and with an environment what is known of them.
         seeds_of: gives a seed for each completion of a prompt, by the prompt's number.
     """
 
@@ -67,12 +79,13 @@ class Generators(TrainerCallback):
     def __init__(
         self,
         config: RunConfig,
+        tokenizer: PreTrainedTokenizerBase,
         *,
-        read_prompts: Callable[[Batch], list[list[int]]],
+        read_examples: Callable[[Batch], list[Example]],
         seeds_of: Callable[[int], list[int]],
     ) -> None:
-        self._config, self._task = config, config.task
-        self._read_prompts, self._seeds_of = read_prompts, seeds_of
+        self._config, self._task, self._tokenizer = config, config.task, tokenizer
+        self._read_examples, self._seeds_of = read_examples, seeds_of
         self.ledger = StepLines(config.run.folder.rollouts_ledger.absolute())
         self._folder = config.run.folder.generators.absolute()
         self._files = PolicyFiles(self._folder / "policy")
@@ -100,6 +113,10 @@ class Generators(TrainerCallback):
         self._ahead = Lookahead(training.stream, data_rank=self._topology.data_rank, data_size=self._topology.data)
         vocabulary = cast(PreTrainedModel, training.model).config.get_text_config().vocab_size
         self._settings = Settings(config=self._config, vocabulary=vocabulary, limits=limits)
+        if self._task.environment is not None:
+            chats = bool(are_chats(training.stream.corpus))
+            tools = list(load_environment(self._task).tools)
+            self._settings = replace(self._settings, are_chats=chats, tools=tools)
         self._sockets = Path(on_rank_zero(self._start))
 
     def _start(self) -> str:
@@ -108,6 +125,11 @@ class Generators(TrainerCallback):
         # What an earlier start has left, but for what its generators have printed.
         shutil.rmtree(self._files.folder, ignore_errors=True)
         self._folder.mkdir(parents=True, exist_ok=True)
+        if self._task.environment is not None:
+            # The data's template, or a tokenizer that was trained on the data, is in no file of the model's.
+            self._tokenizer.save_pretrained(sockets / TOKENIZER)
+            own = replace(self._config.model, tokenizer=TokenizerConfig(name=str(sockets / TOKENIZER)))
+            self._settings = replace(self._settings, config=replace(self._config, model=own))
         path = sockets / "settings.json"
         self._settings.write(path)
         # GPUs after those of ranks.
@@ -132,12 +154,12 @@ class Generators(TrainerCallback):
 
     # ---- a step ----
 
-    def answer(self, numbers: Sequence[int], prompts: Sequence[list[int]]) -> _Answers:
-        """Give the answers to the prompts of a step of this data rank. A collective.
+    def answer(self, numbers: Sequence[int], examples: Sequence[Example]) -> dict[int, list[Given]]:
+        """Give the answers to the prompts of a step of this data rank, by their numbers. A collective.
 
         Args:
             numbers: numbers of the prompts in the run's data, ascending.
-            prompts: the prompts as tokens.
+            examples: the prompts; those without tokens get answers without any.
 
         Raises:
             PeerError: no generator is left, or none answers; on all ranks alike.
@@ -153,7 +175,7 @@ class Generators(TrainerCallback):
         answers: _Answers = {}
         begin = time.monotonic()
         with self._training.waiting(GENERATING):
-            used = on_all_ranks(lambda: self._exchange(numbers, prompts, step, answers))
+            used = on_all_ranks(lambda: self._exchange(numbers, examples, step, answers))
         self._wait_seconds += time.monotonic() - begin
         if self._topology.world_size > self._topology.data:
             # The ranks of a model replica train on the same.
@@ -161,7 +183,8 @@ class Generators(TrainerCallback):
             own = next(items for rank, items in given if items and rank == self._topology.data_rank)
             answers = dict(own)
         self._write_down(step, sorted(line for of_rank in used for line in of_rank))
-        return answers
+        ends = self._settings.limits.end_ids
+        return {number: read_answers(Message(given), ends) for number, given in answers.items()}
 
     def _publish(self, step: int) -> None:
         """Let generators read the weights, if that is due. A collective."""
@@ -180,27 +203,32 @@ class Generators(TrainerCallback):
 
     def _open(self) -> list[object]:
         """Open the broker and the gates; give the way to it from other machines, as JSON."""
-        bounds = {"num_generations": self._task.num_generations, "max_new_tokens": self._settings.limits.max_new_tokens}
+        task, limits = self._task, self._settings.limits
         self._gates = Gates(self._settings, self._sockets, self._files)
         self._broker = Broker(
             open_broker(self._sockets),
             self._processes,
             self._files,
-            max_staleness=self._task.max_staleness,
-            answer_seconds=self._task.answer_seconds,
+            dispatcher=Dispatcher(max_staleness=task.max_staleness, answer_seconds=task.answer_seconds),
             most_prompts=self._config.train.micro_batch_size,
-            check=AnswerCheck(vocabulary=self._settings.vocabulary, **bounds),
+            check=AnswerCheck(
+                num_generations=task.num_generations,
+                max_new_tokens=limits.max_new_tokens,
+                vocabulary=self._settings.vocabulary,
+                max_turns=None if task.environment is None else task.max_turns,
+            ),
+            invitation=self._gates.invitation,
         )
         return self._gates.way_for_ranks
 
     def _exchange(
-        self, numbers: Sequence[int], prompts: Sequence[list[int]], step: int, answers: _Answers
+        self, numbers: Sequence[int], examples: Sequence[Example], step: int, answers: _Answers
     ) -> list[list[int]]:
         """Ask and wait, on one rank of each model replica; give number and version of all that was answered."""
         if not self._topology.is_first_of_replica:
             return []
-        own = dict(zip(numbers, prompts, strict=True))
-        asked = [number for number in numbers if own[number]]
+        own = dict(zip(numbers, examples, strict=True))
+        asked = [number for number in numbers if own[number].prompt]
         wanted = [self._describe(number, step, own[number]) for number in asked]
         wanted += self._read_ahead(numbers, step)
         wanted = [one for one in wanted if one["number"] not in self._asked]
@@ -216,8 +244,8 @@ class Generators(TrainerCallback):
                 answers[message["number"]] = message
         used = [[number, one["version"]] for number, one in answers.items()]
         # Of a lane that has ended.
-        nothing: list[list[object]] = [[] for _ in range(self._task.num_generations)]
-        answers |= {n: {"completions": nothing, "log_probabilities": nothing} for n in numbers if not own[n]}
+        nothing = write_answers([Answer()] * self._task.num_generations)
+        answers |= {number: nothing for number in numbers if not own[number].prompt}
         return used
 
     def _read_ahead(self, numbers: Sequence[int], step: int) -> list[dict[str, Any]]:
@@ -225,13 +253,17 @@ class Generators(TrainerCallback):
         steps = min(self._task.max_staleness, self._training.state.max_steps - 1 - step)
         rows = self._ahead.read(numbers[-1], numbers[-1] + steps * per_step)
         return [
-            self._describe(number, step + (number - numbers[0]) // per_step, tokens)
+            self._describe(number, step + (number - numbers[0]) // per_step, example)
             for number, row in rows
-            for tokens in self._read_prompts(row)
+            for example in self._read_examples(row)
         ]
 
-    def _describe(self, number: int, step: int, tokens: list[int]) -> dict[str, Any]:
-        return {"number": number, "step": step, "tokens": tokens, "seeds": self._seeds_of(number)}
+    def _describe(self, number: int, step: int, example: Example) -> dict[str, Any]:
+        prompt = {"number": number, "step": step, "tokens": example.prompt, "seeds": self._seeds_of(number)}
+        if self._task.environment is None:
+            return prompt
+        # As a text: a row may hold more levels and larger numbers than a message may.
+        return prompt | {"reference": example.reference, "columns": json.dumps(example.columns)}
 
     def _send(self, **message: object) -> None:
         self._link.send(pack({"rollback": self._rollback, **message}))

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import errno
 import logging
 import os
 import platform
 import secrets
-import socket
-import time
 from pathlib import Path
 
 from hfdist.config.data import cache_dir
+from hfdist.config.task import TaskConfig
 from hfdist.control_group import machines
 from hfdist.errors import ConfigError, PeerError
 from hfdist.launch.address import LOOPBACK, listen, own_address
@@ -25,7 +23,7 @@ from hfdist.tune.generators.gates import GeneratorGate, RankGate
 from hfdist.tune.generators.link import TcpLink
 from hfdist.tune.generators.messages import MOST_BYTES, RANK, Link
 from hfdist.tune.generators.policy_files import PolicyFiles
-from hfdist.tune.generators.served_files import ADAPTER, MODEL, ServedFiles
+from hfdist.tune.generators.served_files import ADAPTER, MODEL, TOKENIZER, ServedFiles
 from hfdist.tune.generators.settings import Settings
 from hfdist.tune.generators.sockets import connect
 
@@ -33,10 +31,9 @@ logger = logging.getLogger(__name__)
 
 _TAKEN_SECONDS = 10.0
 """Seconds in which a process of the start before may still have the port."""
-_REST_SECONDS = 0.2
 _CONNECT_SECONDS = 30.0
 _BYTES_OF_TOKEN = 48
-"""The most bytes of a token and its log-probability in a message of answers."""
+"""The most bytes of a token and its log-probability in a message of answers of one turn."""
 
 
 class Gates:
@@ -56,6 +53,8 @@ class Gates:
         self._generators: GeneratorGate | None = None
         self.way_for_ranks: list[object] = []
         """Host, port and secret for ranks of other machines; empty: there are none."""
+        self.invitation: str | None = None
+        """How a generator of another machine joins; None: it cannot."""
         if len(_beside_rank_0()) < read_launcher().world_size:
             address, listens_at = own_address(0)
             listener = listen(listens_at, 0)
@@ -63,6 +62,8 @@ class Gates:
             self.way_for_ranks = [address, listener.getsockname()[1], self._ranks.secret]
         if settings.config.task.generators_port is not None:
             self._generators = _open_for_generators(settings, sockets, files)
+            self.invitation = _invite(settings.config.task)
+            logger.info("generators may join: %s", self.invitation)
 
     def close(self, *, is_end: bool) -> None:
         """Serve no more; see `GeneratorGate.close`."""
@@ -103,37 +104,39 @@ def _open_for_generators(settings: Settings, sockets: Path, files: PolicyFiles) 
     config, secret = settings.config, os.environ.get(SECRET, "")
     task, port = config.task, config.task.generators_port
     assert port is not None
-    host = task.generators_host or ("" if secret else LOOPBACK)
-    listener = _listen(host, port)
+    host = _host(task)
+    try:
+        listener = listen(host, port, wait_seconds=_TAKEN_SECONDS)
+    except (OSError, OverflowError) as error:
+        what, found = "generators cannot be let in there", f"{host or 'all addresses'}, {port}: {error}"
+        hint = "another port, as task.generators_port=29700"
+        raise ConfigError(what, where="task.generators_host, task.generators_port", found=found, hint=hint) from error
     most_tokens = settings.limits.max_new_tokens * task.num_generations * config.train.micro_batch_size
-    gate = GeneratorGate(
+    most_bytes = 2**16 + _BYTES_OF_TOKEN * most_tokens
+    return GeneratorGate(
         listener,
         sockets,
         secret=secret,
         welcome={"settings": settings.to_message(), "start": secrets.token_hex(16)},
         files=ServedFiles(_files_of(settings), files),
-        most_bytes=min(MOST_BYTES, 2**16 + _BYTES_OF_TOKEN * most_tokens),
+        # What is said in an episode may be long: the largest message is the only bound.
+        most_bytes=min(MOST_BYTES, most_bytes) if task.environment is None else MOST_BYTES,
     )
+
+
+def _host(task: TaskConfig) -> str:
+    """The address to listen at; "": all of this machine."""
+    return task.generators_host or ("" if os.environ.get(SECRET) else LOOPBACK)
+
+
+def _invite(task: TaskConfig) -> str:
+    """Give the command of a generator, and where it may be run."""
+    host = _host(task)
     name = platform.node() if host in ("", "0.0.0.0", "::") else host
-    logger.info("generators may join: hfdist generate join=%s:%d", f"[{name}]" if ":" in name else name, port)
-    return gate
-
-
-def _listen(host: str, port: int) -> socket.socket:
-    deadline = time.monotonic() + _TAKEN_SECONDS
-    while True:
-        try:
-            return listen(host, port)
-        except (OSError, OverflowError) as error:
-            is_taken = isinstance(error, OSError) and error.errno == errno.EADDRINUSE
-            if is_taken and time.monotonic() < deadline:
-                time.sleep(_REST_SECONDS)
-                continue
-            what, found = "generators cannot be let in there", f"{host or 'all addresses'}, {port}: {error}"
-            hint = "another port, as task.generators_port=29700"
-            raise ConfigError(
-                what, where="task.generators_host, task.generators_port", found=found, hint=hint
-            ) from error
+    command = f"hfdist generate join={f'[{name}]' if ':' in name else name}:{task.generators_port}"
+    if os.environ.get(SECRET):
+        return f"{command}, with this run's {SECRET}"
+    return f"{command}, on this machine; from others with a {SECRET} that both have"
 
 
 def _files_of(settings: Settings) -> dict[str, dict[str, Path]]:
@@ -144,4 +147,8 @@ def _files_of(settings: Settings) -> dict[str, dict[str, Path]]:
     model = (
         {} if folder is None else {name: folder / name for name in list_files(start.model, folder) if may_travel(name)}
     )
-    return {MODEL: model, ADAPTER: {} if config.adapter.path is None else saved_files(config.adapter.path)}
+    words = {}
+    if config.task.environment is not None:
+        words = {path.name: path for path in Path(str(config.model.tokenizer.name)).iterdir() if may_travel(path.name)}
+    adapter = {} if config.adapter.path is None else saved_files(config.adapter.path)
+    return {MODEL: model, ADAPTER: adapter, TOKENIZER: words}

@@ -10,7 +10,9 @@ from pathlib import Path
 
 from torch import nn
 
+from hfdist.config.task import TaskConfig
 from hfdist.data.cache import digest_of
+from hfdist.environments.registry import check_environment, load_environment
 from hfdist.errors import ConfigError, PeerError
 from hfdist.messages.door import SECRET
 from hfdist.messages.message import Message, NotAMessageError, RefusedError
@@ -19,7 +21,7 @@ from hfdist.tune.generators.generator import Generator, serve
 from hfdist.tune.generators.link import TcpLink
 from hfdist.tune.generators.policy_files import PolicyFiles
 from hfdist.tune.generators.remote_files import RETRY_SECONDS, GoneError, RemoteFiles, no_connection_fails, use_own
-from hfdist.tune.generators.served_files import ADAPTER, MODEL, POLICY
+from hfdist.tune.generators.served_files import ADAPTER, MODEL, POLICY, TOKENIZER
 from hfdist.tune.generators.settings import Settings
 from hfdist.version import __version__
 
@@ -120,15 +122,19 @@ class RemoteGenerator:
 
     def _build(self, welcome: Message, files: RemoteFiles) -> Generator:
         settings = Settings.from_message(welcome.mapping("settings"))
+        if settings.config.task.environment is not None:
+            _check_environment(settings, files)
         places = {}
-        for of in (MODEL, ADAPTER):
+        for of in (MODEL, ADAPTER, TOKENIZER):
             if listing := files.list(of):
                 # Its own for each model: files of another one must not be found beside it.
                 places[of] = self._folder / f"{of}-{digest_of([write_listing(listing)])[:16]}"
                 if of == MODEL and self._own is not None:
                     places[of] = self._link_own(self._own, listing, files)
                 files.fetch(listing, places[of], of)
-        made = settings.at(self._folder, model=places.get(MODEL), adapter=places.get(ADAPTER))
+        made = settings.at(
+            self._folder, model=places.get(MODEL), adapter=places.get(ADAPTER), tokenizer=places.get(TOKENIZER)
+        )
         self._say(f"joined: {files.num_bytes:,} bytes fetched")
         return Generator(made, FetchedPolicy(self._scratch / POLICY, files, self._say), device=0)
 
@@ -168,6 +174,19 @@ class FetchedPolicy:
             shutil.rmtree(folder, ignore_errors=True)
         seconds = time.monotonic() - begin
         self._say(f"version {version}: {self._files.num_bytes - before:,} bytes in {seconds:.2f} s")
+
+
+def _check_environment(settings: Settings, files: RemoteFiles) -> None:
+    """Check that this machine has the run's environment, as the run has it. ConfigError: it has not."""
+    task: TaskConfig = settings.config.task
+    try:
+        check_environment(task)
+        if list(load_environment(task).tools) != settings.tools:
+            what, hint = "this environment offers other tools than the run's", "the run's version of the package"
+            raise ConfigError(what, where="task.environment", found=task.environment, hint=hint)
+    except ConfigError as error:
+        files.refuse(f"not the environment {task.environment} of the run: {error.what}")
+        raise
 
 
 def _refusal(error: RefusedError) -> ConfigError:

@@ -1,4 +1,4 @@
-"""What generators of other machines may read of a run: its model, a saved adapter, and versions of the policy."""
+"""What generators of other machines may read of a run: its model, a saved adapter, the tokenizer, and the policy."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hfdist.messages.message import Message
 from hfdist.tune.generators.chunks import CHUNK_BYTES, Listing, list_file, write_listing
 from hfdist.tune.generators.policy_files import PolicyFiles
 
-MODEL, ADAPTER, POLICY = "model", "adapter", "policy"
+MODEL, ADAPTER, TOKENIZER, POLICY = "model", "adapter", "tokenizer", "policy"
 """What is asked for, by the key `of` of a question."""
 _MOST_VERSIONS = 8
 """Versions whose hashes are kept: more are never in use for long."""

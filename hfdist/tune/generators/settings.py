@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from hfdist.config.composition.compose import complete, to_values
 from hfdist.config.model import TokenizerConfig
 from hfdist.config.plain_values import from_plain
 from hfdist.config.run import RunConfig
+from hfdist.environments.tools import Schema
 from hfdist.messages.message import Message, read_message
 from hfdist.trainer.generation.limits import GenerationLimits
 
@@ -22,11 +23,16 @@ class Settings:
     vocabulary: int
     """Number of tokens that the model has."""
     limits: GenerationLimits
+    are_chats: bool = False
+    """With an environment: whether the data hold conversations."""
+    tools: list[Schema] = field(default_factory=list)
+    """With an environment: JSON schemas of its tools."""
 
     def to_message(self) -> dict[str, object]:
         """Give the settings as JSON."""
         limits = asdict(self.limits) | {"end_ids": sorted(self.limits.end_ids)}
-        return {"config": to_values(self.config), "vocabulary": self.vocabulary, "limits": limits}
+        own = {"vocabulary": self.vocabulary, "limits": limits, "are_chats": self.are_chats, "tools": self.tools}
+        return {"config": to_values(self.config), **own}
 
     @classmethod
     def from_message(cls, message: Message) -> Settings:
@@ -45,7 +51,13 @@ class Settings:
             most_tokens=None if given.get("most_tokens") is None else given.integer("most_tokens"),
             where=given.text("where"),
         )
-        return cls(config=complete(config), vocabulary=message.integer("vocabulary"), limits=limits)
+        return cls(
+            config=complete(config),
+            vocabulary=message.integer("vocabulary"),
+            limits=limits,
+            are_chats=message.flag("are_chats"),
+            tools=message.list("tools"),
+        )
 
     def write(self, path: Path) -> None:
         """Write the file."""
@@ -62,12 +74,15 @@ class Settings:
         made.config.model.trust_remote_code = message.flag("trust_remote_code")
         return made
 
-    def at(self, folder: Path, *, model: Path | None, adapter: Path | None) -> Settings:
-        """Give those of another machine: its own folder for caches, and of the model and a saved adapter, if any."""
+    def at(self, folder: Path, *, model: Path | None, adapter: Path | None, tokenizer: Path | None) -> Settings:
+        """Give those of another machine: its own folder for caches, and of model, adapter and tokenizer, if any.
+
+        Without an environment, a generator reads and writes tokens.
+        """
         config = self.config
         name = None if model is None else str(model)
-        # A generator reads and writes tokens.
-        own = replace(config.model, name=name, revision=None, gguf_file=None, tokenizer=TokenizerConfig())
+        words = TokenizerConfig(name=None if tokenizer is None else str(tokenizer))
+        own = replace(config.model, name=name, revision=None, gguf_file=None, tokenizer=words)
         path = None if adapter is None else str(adapter)
         data = replace(config.data, cache_dir=str(folder / "cache"))
         moved = replace(config, model=own, adapter=replace(config.adapter, path=path), data=data)

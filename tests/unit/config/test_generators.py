@@ -21,6 +21,11 @@ TUNE = ("data.sources.files.path=sums.jsonl", "model=tiny")
         ("grpo", (REWARDS, "task.generators=1", "task.max_staleness=1", "task.sync_every=3"), "task.sync_every"),
         ("grpo", (REWARDS, "task.generators_port=29700", "task.sync_every=3"), "task.sync_every"),
         ("grpo", (REWARDS, "task.generators_host=10.0.0.1"), "task.generators_port"),
+        (
+            "grpo",
+            (REWARDS, "task.environment=calculator", "task.generators=1", "task.answer_seconds=30"),
+            "task.answer_seconds",
+        ),
         ("dpo", ("task.generators=1",), "task.generators"),
         ("dpo", ("task.generators_port=29700",), "task.generators_port"),
     ],

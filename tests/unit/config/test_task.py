@@ -75,7 +75,7 @@ REFUSED = {
     "report.sample_prompt": ("task=embed", "report.sample_prompt=a"),
     "task.max_turns": ("task=grpo", *REWARDED, "task.max_turns=3"),
     "task.environment_url": ("task=grpo", *REWARDED, "task.environment=openenv"),
-    "task.generators": ("task=rloo", *REWARDED, "task.environment=calculator", "task.generators=1"),
+    "task.off_policy_mask_threshold": ("task=rloo", *REWARDED, "task.off_policy_mask_threshold=0.5"),
     "task.top_k": ("task=distill", *TAUGHT, "task.top_k=5"),
     "task.trained_prompts": ("task=grpo", *REWARDED, "train.global_batch_size=8", "task.trained_prompts=9"),
     "task.ref_model_sync_steps": ("task=grpo", *REWARDED, "task.ref_model_sync_steps=2"),

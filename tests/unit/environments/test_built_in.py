@@ -14,14 +14,14 @@ from hfdist.environments import Row, Step
 from hfdist.environments.crew import Crew
 from hfdist.environments.player import Player
 from hfdist.environments.reasoning_gym import _scorer
-from hfdist.environments.registry import GROUP, check_environment, load_environment, offered_tools
+from hfdist.environments.registry import GROUP, check_environment, load_environment
 from hfdist.errors import ConfigError
 from hfdist.messages.message import NotAMessageError
 from tests.packages import install_package
 
 
 def make(name, **more):
-    return load_environment(TaskConfig(environment=name, **more))()
+    return load_environment(TaskConfig(environment=name, **more)).factory()
 
 
 def row(reference="", **columns):
@@ -52,9 +52,10 @@ def test_a_program_is_mended():
 
 
 def test_the_calculator_is_a_tool():
-    schemas = {schema["function"]["name"]: schema for schema in offered_tools(TaskConfig(environment="calculator"))}
+    factory, tools = load_environment(TaskConfig(environment="calculator"))
+    schemas = {schema["function"]["name"]: schema for schema in tools}
     assert schemas["calculator"]["function"]["parameters"]["required"] == ["expression"]
-    player = Player(load_environment(TaskConfig(environment="calculator")), row(), schemas)
+    player = Player(factory, row(), schemas)
     player.begin()
     calls = [types.SimpleNamespace(name="calculator", arguments={"expression": e}) for e in ("6*7", "1/0")]
     reply = player.take("", calls)
@@ -235,8 +236,28 @@ def test_what_is_no_environment_is_refused(tmp_path, monkeypatch, name, why):
 def test_an_environment_that_gives_no_list_of_tools_is_refused(tmp_path, monkeypatch):
     install_package(tmp_path, monkeypatch, "bare_rooms", NO_ENVIRONMENT, GROUP, bare="Bare")
     with pytest.raises(ConfigError, match="no list of tools: TypeError") as caught:
-        offered_tools(TaskConfig(environment="bare"))
+        load_environment(TaskConfig(environment="bare"))
     assert caught.value.where == "task.environment"
+
+
+COUNTED = """
+from hfdist.environments import Environment
+
+made = []
+
+
+class Counted(Environment):
+    def __init__(self):
+        made.append(1)
+"""
+
+
+def test_an_environment_is_made_once_however_often_a_start_asks_for_it(tmp_path, monkeypatch):
+    install_package(tmp_path, monkeypatch, "counted_rooms", COUNTED, GROUP, counted="Counted")
+    task = TaskConfig(environment="counted")
+    check_environment(task)
+    assert load_environment(task) == load_environment(task)
+    assert len(sys.modules["counted_rooms"].made) == 1
 
 
 def test_a_package_that_is_missing_is_named(monkeypatch):

@@ -12,8 +12,10 @@ from safetensors.torch import save_file
 from torch import nn
 
 from hfdist.errors import PeerError
+from hfdist.tune.generators import broker
 from hfdist.tune.generators.answer_check import AnswerCheck
 from hfdist.tune.generators.broker import Broker
+from hfdist.tune.generators.dispatcher import Dispatcher
 from hfdist.tune.generators.messages import pack, unpack
 from hfdist.tune.generators.policy_files import PolicyFiles
 from hfdist.tune.generators.processes import MOST_RESTARTS, Processes
@@ -46,17 +48,45 @@ def begin(tmp_path):
     """Begins a broker whose processes run a line of Python."""
     brokers = []
 
-    def start(line, answer_seconds=30.0):
+    def start(line, answer_seconds=30.0, invitation=None):
         processes = Processes(2, [sys.executable, "-c", line], tmp_path / "logs")
         check = AnswerCheck(num_generations=1, max_new_tokens=4, vocabulary=9)
-        limits = {"max_staleness": 0, "answer_seconds": answer_seconds, "most_prompts": 1, "check": check}
+        dispatcher = Dispatcher(max_staleness=0, answer_seconds=answer_seconds)
+        limits = {"dispatcher": dispatcher, "most_prompts": 1, "check": check, "invitation": invitation}
         files = PolicyFiles(tmp_path / "policy")
         brokers.append(Broker(open_broker(tmp_path), processes, files, **limits))
         return brokers[-1]
 
     yield start
-    for broker in brokers:
-        broker.stop()
+    for made in brokers:
+        made.stop()
+
+
+def test_a_run_that_waits_for_a_first_generator_says_how_one_joins(begin, tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(broker, "_HINT_SECONDS", 0.2)
+    made = begin("import time; time.sleep(60)", invitation="hfdist generate join=here:29700")
+    time.sleep(0.5)
+    # Nothing is needed yet.
+    assert not caplog.messages
+    ask(tmp_path, 0)
+    deadline = time.monotonic() + SECONDS
+    while made._invitation is not None and time.monotonic() < deadline:
+        time.sleep(0.05)
+    time.sleep(0.3)
+    said = "no generator has joined yet, and the run waits for one: hfdist generate join=here:29700"
+    assert caplog.messages == [said]
+
+
+def test_one_that_has_joined_needs_no_invitation(begin, tmp_path, monkeypatch, caplog):
+    monkeypatch.setattr(broker, "_HINT_SECONDS", 0.2)
+    begin("import time; time.sleep(60)", invitation="hfdist generate join=here:29700")
+    one = Peer(tmp_path, "generator-0-0")
+    one.send("ready")
+    time.sleep(0.5)
+    ask(tmp_path, 0)
+    assert one.receive()["prompts"][0]["number"] == 0
+    time.sleep(0.3)
+    assert not caplog.messages
 
 
 def ask(folder, *numbers, rollback=0):

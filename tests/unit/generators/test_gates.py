@@ -12,13 +12,16 @@ import torch
 from safetensors.torch import save_file
 from torch import nn
 
+from hfdist.config.run import RunConfig
 from hfdist.errors import ConfigError, PeerError, ResourceError
 from hfdist.launch.address import LOOPBACK, listen
 from hfdist.messages.door import SECRET
 from hfdist.messages.message import Message, NotAMessageError, RefusedError
+from hfdist.trainer.generation.limits import GenerationLimits
 from hfdist.tune.generators import chunks, gates, remote_files, served_files
 from hfdist.tune.generators.answer_check import AnswerCheck
 from hfdist.tune.generators.broker import Broker
+from hfdist.tune.generators.dispatcher import Dispatcher
 from hfdist.tune.generators.gates import GeneratorGate, RankGate
 from hfdist.tune.generators.link import TcpLink
 from hfdist.tune.generators.messages import RANK, pack, unpack
@@ -46,7 +49,7 @@ class Run:
         self.folder, self.sockets = folder, make_folder()
         self.policy = PolicyFiles(folder / "policy")
         self.served = ServedFiles({MODEL: model}, self.policy)
-        limits = {"max_staleness": 0, "answer_seconds": 30.0, "most_prompts": 1}
+        limits = {"dispatcher": Dispatcher(max_staleness=0, answer_seconds=30.0), "most_prompts": 1}
         check = AnswerCheck(num_generations=1, max_new_tokens=4, vocabulary=9)
         own = Processes(len(processes), processes, folder / "logs", are_all=False)
         self.broker = Broker(open_broker(self.sockets), own, self.policy, check=check, **limits)
@@ -164,6 +167,21 @@ def test_there_is_a_limit_to_connections(run, monkeypatch):
     links[0].close()
     until(lambda: run.gate._num_connections == 1)
     run.join()
+
+
+def test_a_machine_without_the_runs_environment_does_not_join_and_both_sides_say_so(run, tmp_path, caplog, monkeypatch):
+    config = RunConfig()
+    config.task.environment = "guess"
+    limits = GenerationLimits(max_new_tokens=4, end_ids=frozenset(), most_tokens=None)
+    told = Settings(config=config, vocabulary=9, limits=limits)
+    run.gate._welcome |= {"settings": {}}
+    monkeypatch.setattr(Settings, "from_message", lambda message: told)
+    for name, tools, what in (("rooms", [], "no installed package offers"), ("guess", [{}], "offers other tools")):
+        config.task.environment, told.tools[:] = name, tools
+        with pytest.raises(ConfigError, match=what) as caught:
+            generator_of(run, tmp_path).run()
+        assert (caught.value.where, caught.value.exit_code) == ("task.environment", 2)
+        until(lambda name=name: any(f"not the environment {name} of the run" in line for line in caplog.messages))
 
 
 # ---- who is lost ----
@@ -421,7 +439,10 @@ def test_what_this_machine_or_the_run_cannot_do_ends_a_generator(run, tmp_path, 
     """It is not tried for ever, as a connection that has ended is."""
     run.gate._welcome |= {"settings": {}}
     generator = generator_of(run, tmp_path)
-    monkeypatch.setattr(Settings, "from_message", lambda message: None)
+    limits = GenerationLimits(max_new_tokens=4, end_ids=frozenset(), most_tokens=None)
+    monkeypatch.setattr(
+        Settings, "from_message", lambda message: Settings(config=RunConfig(), vocabulary=9, limits=limits)
+    )
     (tmp_path / "kept").rmdir()
     (tmp_path / "kept").write_text("no folder")
     with pytest.raises(ResourceError, match="cannot be kept or read here"):

@@ -51,7 +51,8 @@ def test_a_run_that_goes_back_to_the_step_that_failed_asks_anew():
     generators._rollback, generators._step, generators._published, generators._wait_seconds = 0, -1, -1, 0.0
     generators._publish = lambda step: None
     generators._exchange = lambda numbers, prompts, step, answers: generators._asked.update(numbers) or []
-    generators._asked = set()
+    generators._asked, limits = set(), SimpleNamespace(end_ids=())
+    generators._settings = SimpleNamespace(limits=limits)
     asked = []
     for state.global_step, number in ((0, 0), (1, 1), (1, 1), (2, 2)):
         generators.answer([number], [[5]])
