@@ -13,6 +13,7 @@ from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 import hfdist
 from hfdist.models.shrink import shrink
 from hfdist.records import PACKAGES, find_versions
+from tests.huge_pages import use_huge_pages
 
 # Beside all of hfdist: what transformers, accelerate and DeepSpeed import when they are first used.
 IMPORTED_LATE = (
@@ -51,6 +52,7 @@ def import_all() -> None:
     quicken_agent()
     gc.freeze()
     gc.enable()
+    use_huge_pages()
 
 
 def quicken_agent() -> None:
