@@ -1,4 +1,4 @@
-"""`task.*`: what is trained: next tokens, a teacher's, preferences, a reward, a policy by its rewards, embeddings."""
+"""`task.*`: what is trained: next tokens, a teacher's, preferences, a reward, a policy, embeddings, labels."""
 
 from __future__ import annotations
 
@@ -41,6 +41,10 @@ class TaskLoss(Enum):
     infonce = "infonce"
     infonce_both = "infonce_both"
     triplet = "triplet"
+    cosent = "cosent"
+    bce = "bce"
+    ranknet = "ranknet"
+    softmax = "softmax"
 
 
 class Head(Enum):
@@ -55,6 +59,11 @@ class Head(Enum):
     labels = "labels"
     token_labels = "token_labels"
     none = "none"
+
+    @property
+    def gives_labels(self) -> bool:
+        """Whether transformers' own class says all up to the loss; then each text is in a row of its own."""
+        return self in (Head.labels, Head.token_labels)
 
 
 class Pooling(Enum):
@@ -88,7 +97,8 @@ class TaskName(Enum):
     `causal_lm`: the next token; `dpo`: pairs of answers, directly; `cpo`: the same, without a reference; `kto`: answers
     that were liked or not; `reward`: a model that scores answers, from pairs; `grpo`, `rloo`: its own answers to
     prompts, by their rewards; `online_dpo`: pairs of these; `distill`: what a teacher predicts for each next token;
-    `embed`: embeddings of texts, by which a query finds the text that belongs to it.
+    `embed`: embeddings of texts, by which a query finds the text that belongs to it; `classify`, `token_classify`: the
+    labels of texts, and of their words; `rerank`: how well a text answers a query, read together.
     """
 
     causal_lm = "causal_lm"
@@ -101,6 +111,9 @@ class TaskName(Enum):
     online_dpo = "online_dpo"
     distill = "distill"
     embed = "embed"
+    classify = "classify"
+    token_classify = "token_classify"
+    rerank = "rerank"
 
     @property
     def traits(self) -> Traits:
@@ -320,8 +333,40 @@ TRAITS = {
         unit="row",
         method="as an embedding model, by a contrastive loss over all texts of a step (arXiv 1705.00652)",
         row_format=RowFormat.retrieval,
-        losses=(TaskLoss.infonce, TaskLoss.infonce_both, TaskLoss.triplet),
+        losses=(TaskLoss.infonce, TaskLoss.infonce_both, TaskLoss.triplet, TaskLoss.cosent),
         head=Head.none,
+    ),
+    TaskName.classify: Traits(
+        trainer="Trainer",
+        peer="transformers",
+        learning_rate=5e-5,
+        loss_unit="mean of texts",
+        unit="row",
+        method="to give texts their labels",
+        row_format=RowFormat.labelled,
+        head=Head.labels,
+    ),
+    TaskName.token_classify: Traits(
+        trainer="Trainer",
+        peer="transformers",
+        learning_rate=5e-5,
+        loss_unit="mean of words",
+        unit="row",
+        method="to give words their labels",
+        row_format=RowFormat.tagged,
+        head=Head.token_labels,
+    ),
+    TaskName.rerank: Traits(
+        trainer="CrossEncoderTrainer",
+        peer="sentence-transformers",
+        learning_rate=5e-5,
+        loss_unit="mean of pairs or queries",
+        keys=("loss",),
+        unit="row",
+        method="as a cross-encoder: it reads a query with a text, and says how well the text answers it",
+        row_format=RowFormat.ranking,
+        losses=(TaskLoss.bce, TaskLoss.ranknet, TaskLoss.softmax),
+        head=Head.labels,
     ),
 }
 """Each task's: a task is a member of `TaskName` and its entry here."""
@@ -344,12 +389,13 @@ class TaskConfig:
     """What is trained, and how strictly."""
 
     name: TaskName = TaskName.causal_lm
-    """What is learned: causal_lm | dpo | cpo | kto | reward | grpo | rloo | online_dpo | distill | embed."""
+    """What is learned: causal_lm | dpo | cpo | kto | reward | grpo | rloo | online_dpo | distill | embed |
+    classify | token_classify | rerank."""
     loss: TaskLoss = TaskLoss.sigmoid
     """dpo, online_dpo: sigmoid | sigmoid_norm | robust | exo_pair | hinge | ipo | nca_pair | bco_pair | sppo_hard |
     discopop | apo_zero | apo_down; cpo: sigmoid | hinge | ipo | simpo | orpo; kto: kto | apo_zero_unpaired;
     reward: sigmoid; grpo: grpo | dapo | dr_grpo | gspo | cispo | sapo | vespo | luspo | reinforce_pp; rloo: rloo;
-    embed: infonce | infonce_both | triplet."""
+    embed: infonce | infonce_both | triplet | cosent; rerank: bce | ranknet | softmax."""
 
     # ---- a reference, and losses of pairs ----
 

@@ -24,8 +24,6 @@ _LENGTHS = (11, 23, 4, 17)
 """Tokens of the texts that are tried: shorter and longer than the window of a small model."""
 _FIRST_ID = 5
 """Of the tokens that are tried: those before it may be special ones."""
-LABELS = (Head.labels, Head.token_labels)
-"""Ends that give a number for each label."""
 
 
 @torch.no_grad()
@@ -47,7 +45,7 @@ def takes_texts_apart(model: PreTrainedModel, head: Head) -> bool:
     which a small model of the same class is asked.
     """
     if head is not Head.none:
-        return head in LABELS
+        return head.gives_labels
     with torch.random.fork_rng(devices=[]):
         try:
             return reads_ahead(small_model(model))

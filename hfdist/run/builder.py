@@ -14,6 +14,7 @@ from hfdist.config.run import RunConfig
 from hfdist.config.task import Head
 from hfdist.control_group import ControlGroup
 from hfdist.models import TrainableParameters, build_model, check_weights, fit_vocabulary
+from hfdist.models.label_names import set_labels
 from hfdist.models.peft_config import check_adapter
 from hfdist.open_files import raise_limit
 from hfdist.optim.registry import check_optimizer
@@ -94,6 +95,8 @@ class Run(RunState):
                 prompts where prompts are answered.
         """
         self.data = build_data(self._here, self.topology)
+        if self._head.gives_labels:
+            set_labels(self.architecture, self.config.data.labels)
         fit_vocabulary(self.architecture, self.data.tokenizer, self._here.model)
         if (task := self.config.task).teacher is not None:
             length = self.config.data.sequence_length

@@ -12,8 +12,9 @@ import torch
 
 from hfdist.config.model import Init
 from hfdist.config.run import RunConfig
-from hfdist.config.task import Head
+from hfdist.config.task import Head, TaskName
 from hfdist.data import PoolReport
+from hfdist.models.heads import HEADS
 from hfdist.planning.grade import PEAK, STEP
 from hfdist.records import RunRecord
 from hfdist.run.usage import describe_usage
@@ -229,16 +230,17 @@ def _usage(end: Ending) -> list[str]:
         lines = ["from sentence_transformers import SentenceTransformer", f"model = SentenceTransformer({folder})"]
         asked, found = 'model.encode_query(["A query."])', 'model.encode_document(["A text.", "Another one."])'
         return [*lines, f"print(model.similarity({asked}, {found}))"]
-    name, package = "AutoModelForCausalLM", "transformers"
-    if head is Head.score:
-        name = "AutoModelForSequenceClassification"
+    if end.config.task.name is TaskName.rerank and not end.config.adapter.is_used:
+        lines = ["from sentence_transformers import CrossEncoder", f"model = CrossEncoder({folder})"]
+        return [*lines, 'print(model.rank("A query.", ["A text.", "Another one."]))']
+    name, package = HEADS[head].auto.__name__, "transformers"
     if end.config.adapter.is_used and not (end.folder / "config.json").is_file():
         name, package = name.replace("AutoModel", "AutoPeftModel"), "peft"
     alone = package == "transformers"
     lines = [f"from transformers import {f'{name}, ' if alone else ''}AutoTokenizer"]
     lines += [] if alone else [f"from {package} import {name}"]
     lines.append(f"model, tokenizer = (auto.from_pretrained({folder}) for auto in ({name}, AutoTokenizer))")
-    if head is Head.score:
+    if head is not Head.tokens:
         return [*lines, 'print(model(**tokenizer("A good answer.", return_tensors="pt")).logits)']
     of_data = end.sample_prompt if len(end.sample_prompt or "") <= _LONGEST_PROMPT else None
     prompt = json.dumps(end.config.report.sample_prompt or of_data or _PROMPT, ensure_ascii=False)

@@ -21,7 +21,7 @@ from hfdist.models import find_architecture
 from hfdist.models.adapter_trial import try_adapter
 from hfdist.models.attention_choice import choose_attention
 from hfdist.models.blocks import compile_blocks, compiles_blocks
-from hfdist.models.encoders import LABELS, check_reads_texts, takes_texts_apart
+from hfdist.models.encoders import check_reads_texts, takes_texts_apart
 from hfdist.models.float8 import use_float8
 from hfdist.models.positions import counts_from_zero
 from hfdist.models.probing import class_keeps_documents_apart
@@ -57,7 +57,7 @@ def find_model(config: RunConfig) -> FoundModel:
     if config.task.reward_model is not None:
         check_reward_model(config.task.reward_model)
     is_encoder = False
-    if head in (Head.none, *LABELS):
+    if head is Head.none or head.gives_labels:
         is_encoder = check_reads_texts(architecture, head=head, longest=config.data.sequence_length)
     if config.task.name is TaskName.embed and config.task.pooling is Pooling.auto:
         folder = None if start.model.name is None else Path(expand_user(start.model.name))

@@ -7,7 +7,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hfdist.config.task import Head
 from hfdist.errors import ConfigError
-from hfdist.models.encoders import LABELS, takes_texts_apart
+from hfdist.models.encoders import takes_texts_apart
 from hfdist.models.positions import counts_from_zero
 from hfdist.models.probing import class_keeps_documents_apart
 
@@ -27,7 +27,10 @@ def fit_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, head: 
         # A model for sequence classification asks for it.
         own = tokenizer.pad_token_id
         model.config.pad_token_id = tokenizer.eos_token_id if own is None else own
-    for module in () if head in LABELS else model.modules():
+    if head.gives_labels and tokenizer.pad_token is None:
+        # Whoever opens the folder gives it several texts at once.
+        tokenizer.pad_token = tokenizer.eos_token
+    for module in () if head.gives_labels else model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
         for name in [name for name, value in vars(module).items() if "dropout" in name and isinstance(value, float)]:

@@ -49,7 +49,7 @@ class NameDifferences:
         if head is Head.score:
             missing = [name for name in missing if not name.startswith(_SCORE_PREFIX)]
         prefix = f"{model.base_model_prefix}."
-        if head in (Head.labels, Head.token_labels):
+        if head.gives_labels:
             missing = [name for name in missing if name.startswith(prefix)]
         if head in (Head.labels, Head.none):
             missing = [name for name in missing if not name.removeprefix(prefix).startswith(_POOLER_PREFIX)]

@@ -37,6 +37,8 @@ _TOLD = (
     ("margins", "margin", "{:.4f}"),
     ("recall_at_1", "recall@1", "{:.1%}"),
     ("mrr", "MRR", "{:.4f}"),
+    ("accuracy", "accuracy", "{:.1%}"),
+    ("f1", "F1", "{:.4f}"),
 )
 """Figures that are told, if there are any: end of the name, words, format."""
 
