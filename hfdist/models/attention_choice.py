@@ -23,9 +23,9 @@ from hfdist.errors import ConfigError, first_line
 from hfdist.models.architecture import count_heads
 from hfdist.models.blocks import compiles_on_gpus
 from hfdist.models.document_attention import BY_DOCUMENTS, HAS_KERNEL, HEAD_MULTIPLE, LARGEST_HEAD
+from hfdist.models.embeddings import scores_sequences
 from hfdist.models.experts import first_number
 from hfdist.models.heads import HEADS
-from hfdist.models.probing import scores_sequences
 from hfdist.models.shrink import shrink
 
 BOUND = 1e-5

@@ -8,7 +8,8 @@ import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from transformers import PreTrainedModel
 
-from hfdist.models.probing import scores_sequences, small_model
+from hfdist.models.embeddings import scores_sequences
+from hfdist.models.probing import small_model
 
 Positions = Callable[[torch.Tensor, torch.Tensor | None, int | None], torch.Tensor]
 """(token ids, mask or None, id of the padding token or None) -> positions; all of shape [sequences, tokens]."""

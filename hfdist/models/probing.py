@@ -8,14 +8,10 @@ import re
 import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from transformers import PreTrainedModel
-from transformers.models.auto.modeling_auto import (
-    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
-    MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES,
-)
 
 from hfdist.models.adapter import inject_adapter
 from hfdist.models.cache_use import without_cache
-from hfdist.models.embeddings import has_no_head
+from hfdist.models.embeddings import has_token_loss, scores_sequences
 from hfdist.models.shrink import shrink
 
 
@@ -53,17 +49,6 @@ def run_small(model: PreTrainedModel) -> tuple[float, torch.Tensor]:
     loss.backward()
     gradients = [p.grad.flatten() for p in model.parameters() if p.grad is not None]
     return float(loss.detach()), torch.cat(gradients)
-
-
-def scores_sequences(model: PreTrainedModel) -> bool:
-    """Whether the model is one for sequence classification: its labels are of sequences, not of tokens."""
-    return type(model).__name__ in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.values()
-
-
-def has_token_loss(model: PreTrainedModel) -> bool:
-    """Whether the model's own loss is one of tokens: it has a head, and its labels are tokens."""
-    classifies = type(model).__name__ in MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES.values()
-    return not (has_no_head(model) or classifies or scores_sequences(model))
 
 
 def probe_loss(model: PreTrainedModel, batch: dict[str, torch.Tensor], **more: object) -> torch.Tensor:

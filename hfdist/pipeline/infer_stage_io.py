@@ -18,8 +18,8 @@ from transformers import PreTrainedModel
 
 from hfdist.collectives import device_of, gather_json, is_planned
 from hfdist.errors import PartitionError
-from hfdist.models.embeddings import input_embeddings
-from hfdist.models.probing import has_token_loss, kind_of_name, unused_parameters
+from hfdist.models.embeddings import has_token_loss, input_embeddings
+from hfdist.models.probing import kind_of_name, unused_parameters
 from hfdist.pipeline.planned import PlannedChannel, PlannedPipeline
 from hfdist.pipeline.probe import ProbeResult, probe
 from hfdist.pipeline.split import SplitModel

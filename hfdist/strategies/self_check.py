@@ -24,8 +24,9 @@ from hfdist.checkpoint.piece import WEIGHT, Piece
 from hfdist.collectives import is_planned
 from hfdist.config.batch import IGNORED
 from hfdist.errors import first_line
+from hfdist.models.embeddings import has_token_loss, scores_sequences
 from hfdist.models.positions import padding_id
-from hfdist.models.probing import has_token_loss, keeps_documents_apart, probe_loss, scores_sequences
+from hfdist.models.probing import keeps_documents_apart, probe_loss
 
 LOSS_BOUND, GRADIENT_BOUND = 1e-5, 1e-4
 """Largest relative differences. Sums of other orders make up to 4e-5 in a gradient of recurrent types, which in float64

@@ -40,7 +40,9 @@ def write_encoder(folder: Path, kind: str, *, head: Head = Head.none, **fields: 
     for name, value in vars(config).items():
         if "dropout" in name and isinstance(value, float):
             setattr(config, name, 0.0)
-    for name, value in {"pad_token_id": 0, "vocab_size": len(tokenizer), **fields}.items():
+    marks = {"pad": "[PAD]", "bos": "[CLS]", "cls": "[CLS]", "eos": "[SEP]", "sep": "[SEP]"}
+    ids = {f"{name}_token_id": MARKS.index(mark) for name, mark in marks.items()}
+    for name, value in {**ids, "vocab_size": len(tokenizer), **fields}.items():
         setattr(config, name, value)
     model = HEADS[head].auto.from_config(config)
     initialize_by_name(model, 0)
