@@ -170,8 +170,8 @@ def train_with_transformers(folder, model, items, collator):
 
     arguments = TrainingArguments(
         str(folder), max_steps=STEPS, per_device_train_batch_size=GLOBAL_BATCH, learning_rate=RATE,
-        adam_epsilon=EPSILON, lr_scheduler_type="constant", weight_decay=0.0, logging_steps=1, report_to="none", save_strategy="no",
-        use_cpu=True, disable_tqdm=True,
+        adam_epsilon=EPSILON, lr_scheduler_type="constant", weight_decay=0.0, logging_steps=1,
+        report_to="none", save_strategy="no", use_cpu=True, disable_tqdm=True,
     )  # fmt: skip
     trainer = InOrder(model, arguments, train_dataset=items, data_collator=collator)
     trainer.train()
