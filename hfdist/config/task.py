@@ -538,6 +538,11 @@ class TaskConfig:
     it; infonce, infonce_both."""
 
     @property
+    def row_format(self) -> RowFormat | None:
+        """The format that rows must have; None: any of the others."""
+        return RowFormat.scored_pair if self.loss is TaskLoss.cosent else self.name.traits.row_format
+
+    @property
     def uses_generators(self) -> bool:
         """Whether prompts are answered beside the ranks."""
         return self.generators > 0 or self.generators_port is not None

@@ -70,6 +70,8 @@ def to_classes(tokens: torch.Tensor, problem: ProblemType, num_labels: int) -> t
     if problem is ProblemType.single_label_classification:
         return tokens[:, 0]
     if problem is ProblemType.regression:
+        if not len(tokens):
+            return torch.zeros(0, device=tokens.device)
         bits: NDArray[np.uint32] = (tokens[:, 0] << 16 | tokens[:, 1]).cpu().numpy().astype(np.uint32)
         return torch.from_numpy(bits.view(np.float32)).to(tokens.device)
     classes = torch.zeros(len(tokens), num_labels + 1, device=tokens.device)

@@ -153,7 +153,7 @@ def _formats(config: RunConfig) -> dict[str, RowFormat]:
 
 def _check_rows(config: RunConfig) -> None:
     """Check that rows have the format of the task; a task of next tokens reads the formats that no other task has."""
-    wanted = config.task.name.traits.row_format
+    wanted = config.task.row_format
     for key, found in _formats(config).items():
         if config.task.name.traits.is_reinforcement:
             fits, allowed = found in _OF_PROMPTS, " or ".join(one.value for one in _OF_PROMPTS)
@@ -216,6 +216,8 @@ def _check_embeddings(config: RunConfig) -> None:
         raise _misfit(config, "task.scale", str(TaskConfig.scale), "triplet compares distances as they are")
     if task.loss is TaskLoss.triplet and task.mask_duplicates:
         raise _misfit(config, "task.mask_duplicates", "false", "triplet compares a query with its own negatives alone")
+    if task.loss is TaskLoss.cosent and task.mask_duplicates:
+        raise _misfit(config, "task.mask_duplicates", "false", "cosent compares pairs by their scores alone")
     if any(size < 1 for size in task.matryoshka) or len(set(task.matryoshka)) < len(task.matryoshka):
         allowed = "numbers of dimensions above 0, each once"
         hint = "task.matryoshka=[64,128,256]"

@@ -200,7 +200,7 @@ def _fit_to_task(config: RunConfig) -> None:
     """Give `auto` the values that the task needs."""
     data, task = config.data, config.task.name
     if data.format is RowFormat.auto:
-        own = RowFormat.prompt_completion if task.traits.is_reinforcement else task.traits.row_format
+        own = RowFormat.prompt_completion if task.traits.is_reinforcement else config.task.row_format
         data.format = own or RowFormat.auto
     if data.keep_columns is None:
         data.keep_columns = task.traits.is_reinforcement

@@ -23,6 +23,7 @@ from hfdist.apart import do_apart
 from hfdist.config.data import LABELLED, ChatConfig, DataConfig, SourceConfig, SourceKind, TextsConfig, TrainOn
 from hfdist.config.plain_values import plain
 from hfdist.data import marks
+from hfdist.data.label_tokens import of_number
 from hfdist.data.marks import Tokens
 from hfdist.data.sources.base import BadRow, ContentError, Shard
 from hfdist.data.sources.formats import split_columns
@@ -200,6 +201,12 @@ class Encoders:
             # The first token of a document is no target, and by its targets a text is known.
             raise ContentError("the tokenizer has no token for a text", found=min(texts, key=len)[:_SHOWN_CHARACTERS])
         return reduce(marks.join, map(marks.reject, encoded[1:]), encoded[0])
+
+    def _compare(self, first: str, second: str, score: float) -> Tokens:
+        """Give the tokens of both texts as those of a query and its text, and the score as a third document."""
+        documents = self._retrieve(first, [second])
+        number = np.array([0, *of_number(score)], dtype=np.int32)
+        return marks.join(documents, marks.reject(number))
 
     def _cut(self, tokens: Tokens) -> Tokens:
         most = self._texts.max_tokens

@@ -193,6 +193,7 @@ _FIGURES = (
     ("margin", ("rewards/margins", "margins"), "{:.4f}"),
     ("recall@1", ("recall_at_1",), "{:.1%}"),
     ("MRR", ("mrr",), "{:.4f}"),
+    ("rank correlation", ("spearman",), "{:.4f}"),
     ("F1", ("f1",), "{:.4f}"),
     ("reward", ("reward",), "{:.4f}"),
     ("tokens of an answer", ("completion_tokens",), "{:.1f}"),

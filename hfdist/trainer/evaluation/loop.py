@@ -37,6 +37,7 @@ _TOLD = (
     ("margins", "margin", "{:.4f}"),
     ("recall_at_1", "recall@1", "{:.1%}"),
     ("mrr", "MRR", "{:.4f}"),
+    ("spearman", "rank correlation", "{:.4f}"),
     ("accuracy", "accuracy", "{:.1%}"),
     ("f1", "F1", "{:.4f}"),
 )

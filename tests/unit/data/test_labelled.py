@@ -73,6 +73,11 @@ def test_labels_come_back(problem, written, wanted):
     assert to_classes(padded, problem, 3).tolist() == [wanted]
 
 
+@pytest.mark.parametrize("problem", [SINGLE, MULTI, NUMBER])
+def test_a_batch_may_have_no_label(problem):
+    assert len(to_classes(torch.zeros(0, 1, dtype=torch.long), problem, 3)) == 0
+
+
 def test_tags_come_back():
     assert to_tags(torch.tensor([*of_tags([None, 0, 3]), -1])).tolist() == [IGNORED, 0, 3, IGNORED]
 
