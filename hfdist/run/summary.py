@@ -170,10 +170,15 @@ def _show(sequence: Packed, tokenizer: PreTrainedTokenizerBase, task: TaskConfig
             # From the beginning each time: some tokenizers write a piece by itself without the space before it.
             text = str(tokenizer.decode(ids[:end], skip_special_tokens=False, clean_up_tokenization_spaces=False))
             piece = _safe(text[len(before) :])
+            if is_target[first] and task.name.traits.head.gives_labels:
+                # Labels are numbers, and no words of the vocabulary.
+                piece = " ".join(map(str, ids[first:end].tolist()))
             shown += f"{_OPEN}{piece}{_SHUT}" if is_target[first] else piece
             before = text
         told = (
-            "" if task.name.traits.row_format is None else f"{_NAMES[task.name is TaskName.embed][int(is_rejected)]}: "
+            ""
+            if task.name.traits.row_format is None or task.name.traits.head.gives_labels
+            else f"{_NAMES[task.name is TaskName.embed][int(is_rejected)]}: "
         )
         lines.append(f"  {told}{shown}".replace("\n", "\n  "))
     return "\n  --\n".join(lines)
