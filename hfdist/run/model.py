@@ -59,6 +59,14 @@ def find_model(config: RunConfig) -> FoundModel:
     is_encoder = False
     if head is Head.none or head.gives_labels:
         is_encoder = check_reads_texts(architecture, head=head, longest=config.data.sequence_length)
+    if is_encoder and head is Head.none and config.strategy.pipeline > 1:
+        raise ConfigError(
+            "texts of an encoder have a row each, of another number in each micro batch, and a pipeline has equal ones",
+            where="strategy.pipeline",
+            found=f"{config.strategy.pipeline}, with {architecture.model_type} and task.name=embed",
+            allowed="1 for embeddings of encoders",
+            hint="strategy=fsdp2, zero3 or ddp",
+        )
     if config.task.name is TaskName.embed and config.task.pooling is Pooling.auto:
         folder = None if start.model.name is None else Path(expand_user(start.model.name))
         own = None if folder is None else read_pooling(folder)
