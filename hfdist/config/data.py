@@ -51,7 +51,9 @@ class RowFormat(Enum):
 
     Of `hfdist tune`: `preference`: `chosen` and `rejected`, with or without `prompt`; `unpaired_preference`: `prompt`,
     `completion` and `label` (true or false); `prompt`: a prompt alone; all as text or as messages. `retrieval`: `query`
-    (or `anchor`), `positive` and, if there are any, negatives.
+    (or `anchor`), `positive` and, if there are any, negatives; `ranking`: the same columns, each text read together
+    with its query. `scored_pair`: `text_a`, `text_b` and `score`. `labelled`: `text` and `label`, with or without
+    `text_pair`. `tagged`: `tokens`, which are words, and `tags`, one a word.
     """
 
     text = "text"
@@ -64,6 +66,10 @@ class RowFormat(Enum):
     prompt_completion = "prompt_completion"
     prompt = "prompt"
     retrieval = "retrieval"
+    ranking = "ranking"
+    scored_pair = "scored_pair"
+    labelled = "labelled"
+    tagged = "tagged"
 
 
 NEGATIVES = ("negative", *(f"negative_{number}" for number in range(1, 17)), "negatives", "neg")
@@ -81,8 +87,24 @@ COLUMNS = _TOLD_APART | {
     RowFormat.unpaired_preference: ("prompt", "completion", "label", "tools"),
     RowFormat.prompt: ("prompt", "tools"),
     RowFormat.retrieval: ("query", "anchor", "positive", "pos", *NEGATIVES),
+    RowFormat.ranking: ("query", "anchor", "positive", "pos", *NEGATIVES),
+    RowFormat.scored_pair: ("text_a", "text_b", "score"),
+    RowFormat.labelled: ("text", "label", "text_pair"),
+    RowFormat.tagged: ("tokens", "tags"),
 }
 """Columns that each format reads, if they are there."""
+LABELLED = {RowFormat.labelled: 2, RowFormat.tagged: 2, RowFormat.ranking: 18}
+"""Formats whose texts end with their labels, and how often `data.sequence_length`, which bounds a text, a row may have:
+for a text and its labels, or for a query with each of the most texts that a row usually names."""
+
+
+class ProblemType(Enum):
+    """What a label is, as transformers calls it: one of several, some of several, or a number; `auto`: by the rows."""
+
+    auto = "auto"
+    single_label_classification = "single_label_classification"
+    multi_label_classification = "multi_label_classification"
+    regression = "regression"
 
 
 class TrainOn(Enum):
@@ -221,15 +243,28 @@ class ChatConfig:
 
 
 @dataclass(kw_only=True)
+class LabelsConfig:
+    """What the labels of `labelled` and `tagged` rows are."""
+
+    names: list[str] = field(default_factory=list)
+    """Names of the labels, in the order of the model's numbers: [negative, positive]; []: those of the rows, sorted."""
+    problem_type: ProblemType = ProblemType.auto
+    """auto | single_label_classification | multi_label_classification (a row has a list) | regression (a number)."""
+
+
+@dataclass(kw_only=True)
 class TextsConfig:
-    """How the texts of `retrieval` rows become tokens."""
+    """How the texts of `retrieval`, `ranking`, `scored_pair`, `labelled` and `tagged` rows become tokens."""
 
     query_prompt: str = ""
-    """What is put before each query, such as "query: "."""
+    """retrieval, ranking: what is put before each query, such as "query: "."""
     document_prompt: str = ""
-    """What is put before each positive and negative, such as "passage: "."""
+    """retrieval, ranking: what is put before each positive and negative, such as "passage: "."""
     max_tokens: int | None = limited(None, at_least=2)
-    """Most tokens of a text, with its end token; longer ones lose their end. null: they are not cut."""
+    """Most tokens of a text, with its end token; longer ones lose their end. null: they are not cut.
+
+    Of rows with labels, and of `ranking`: data.sequence_length, if it is less. Of a pair the longer one loses first.
+    """
 
 
 @dataclass(kw_only=True)
@@ -264,7 +299,9 @@ class DataConfig:
     chat: ChatConfig = field(default_factory=ChatConfig)
     """How conversations become tokens and targets."""
     texts: TextsConfig = field(default_factory=TextsConfig)
-    """How the texts of `retrieval` rows become tokens."""
+    """How texts that are no documents become tokens."""
+    labels: LabelsConfig = field(default_factory=LabelsConfig)
+    """What the labels of `labelled` and `tagged` rows are."""
     seed: int = limited(0, at_least=0)
     """Seed of the order of the documents."""
     lanes: int = limited(48, at_least=1)
@@ -303,6 +340,11 @@ class DataConfig:
     """Bytes of remote files that a machine keeps."""
     token_cache_bytes: int = limited(100 * 2**30, at_least=0)
     """Bytes of tokens that a machine keeps for the next epoch and run; 0: none."""
+
+    @property
+    def longest_row(self) -> int:
+        """Most tokens of a row: those of a sequence, unless its labels stand after its texts."""
+        return self.sequence_length * LABELLED.get(self.format, 1)
 
     @property
     def all_sources(self) -> dict[str, SourceConfig]:

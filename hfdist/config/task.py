@@ -1,4 +1,4 @@
-"""`task.*`: what is trained: next tokens, a teacher's, preferences, a reward, a policy by its rewards, embeddings."""
+"""`task.*`: what is trained: next tokens, a teacher's, preferences, a reward, a policy, embeddings, labels."""
 
 from __future__ import annotations
 
@@ -41,21 +41,42 @@ class TaskLoss(Enum):
     infonce = "infonce"
     infonce_both = "infonce_both"
     triplet = "triplet"
+    cosent = "cosent"
+    bce = "bce"
+    ranknet = "ranknet"
+    softmax = "softmax"
 
 
 class Head(Enum):
-    """What a model gives at its end: a distribution of the next token, one score, or its hidden states themselves."""
+    """What a model gives at its end.
+
+    `tokens`: a distribution of the next token; `score`: one number, at the end of an answer; `labels`: a number for
+    each label of a text; `token_labels`: the same of a token; `none`: its hidden states themselves.
+    """
 
     tokens = "tokens"
     score = "score"
+    labels = "labels"
+    token_labels = "token_labels"
     none = "none"
+
+    @property
+    def gives_labels(self) -> bool:
+        """Whether transformers' own class says all up to the loss; then each text is in a row of its own."""
+        return self in (Head.labels, Head.token_labels)
 
 
 class Pooling(Enum):
-    """How the hidden states of a text become its embedding: that of its last token, or their mean."""
+    """How the hidden states of a text become its embedding.
 
+    `last`: that of its last token; `mean`: their mean; `cls`: that of its first token; `auto`: as the model's folder
+    says for sentence-transformers, else `mean` where tokens see what comes after them, and `last` where they do not.
+    """
+
+    auto = "auto"
     last = "last"
     mean = "mean"
+    cls = "cls"
 
 
 class TeacherSharding(Enum):
@@ -76,7 +97,8 @@ class TaskName(Enum):
     `causal_lm`: the next token; `dpo`: pairs of answers, directly; `cpo`: the same, without a reference; `kto`: answers
     that were liked or not; `reward`: a model that scores answers, from pairs; `grpo`, `rloo`: its own answers to
     prompts, by their rewards; `online_dpo`: pairs of these; `distill`: what a teacher predicts for each next token;
-    `embed`: embeddings of texts, by which a query finds the text that belongs to it.
+    `embed`: embeddings of texts, by which a query finds the text that belongs to it; `classify`, `token_classify`: the
+    labels of texts, and of their words; `rerank`: how well a text answers a query, read together.
     """
 
     causal_lm = "causal_lm"
@@ -89,6 +111,9 @@ class TaskName(Enum):
     online_dpo = "online_dpo"
     distill = "distill"
     embed = "embed"
+    classify = "classify"
+    token_classify = "token_classify"
+    rerank = "rerank"
 
     @property
     def traits(self) -> Traits:
@@ -308,8 +333,40 @@ TRAITS = {
         unit="row",
         method="as an embedding model, by a contrastive loss over all texts of a step (arXiv 1705.00652)",
         row_format=RowFormat.retrieval,
-        losses=(TaskLoss.infonce, TaskLoss.infonce_both, TaskLoss.triplet),
+        losses=(TaskLoss.infonce, TaskLoss.infonce_both, TaskLoss.triplet, TaskLoss.cosent),
         head=Head.none,
+    ),
+    TaskName.classify: Traits(
+        trainer="Trainer",
+        peer="transformers",
+        learning_rate=5e-5,
+        loss_unit="mean of texts",
+        unit="row",
+        method="to give texts their labels",
+        row_format=RowFormat.labelled,
+        head=Head.labels,
+    ),
+    TaskName.token_classify: Traits(
+        trainer="Trainer",
+        peer="transformers",
+        learning_rate=5e-5,
+        loss_unit="mean of words",
+        unit="row",
+        method="to give words their labels",
+        row_format=RowFormat.tagged,
+        head=Head.token_labels,
+    ),
+    TaskName.rerank: Traits(
+        trainer="CrossEncoderTrainer",
+        peer="sentence-transformers",
+        learning_rate=5e-5,
+        loss_unit="mean of pairs or queries",
+        keys=("loss",),
+        unit="row",
+        method="as a cross-encoder: it reads a query with a text, and says how well the text answers it",
+        row_format=RowFormat.ranking,
+        losses=(TaskLoss.bce, TaskLoss.ranknet, TaskLoss.softmax),
+        head=Head.labels,
     ),
 }
 """Each task's: a task is a member of `TaskName` and its entry here."""
@@ -332,12 +389,13 @@ class TaskConfig:
     """What is trained, and how strictly."""
 
     name: TaskName = TaskName.causal_lm
-    """What is learned: causal_lm | dpo | cpo | kto | reward | grpo | rloo | online_dpo | distill | embed."""
+    """What is learned: causal_lm | dpo | cpo | kto | reward | grpo | rloo | online_dpo | distill | embed |
+    classify | token_classify | rerank."""
     loss: TaskLoss = TaskLoss.sigmoid
     """dpo, online_dpo: sigmoid | sigmoid_norm | robust | exo_pair | hinge | ipo | nca_pair | bco_pair | sppo_hard |
     discopop | apo_zero | apo_down; cpo: sigmoid | hinge | ipo | simpo | orpo; kto: kto | apo_zero_unpaired;
     reward: sigmoid; grpo: grpo | dapo | dr_grpo | gspo | cispo | sapo | vespo | luspo | reinforce_pp; rloo: rloo;
-    embed: infonce | infonce_both | triplet."""
+    embed: infonce | infonce_both | triplet | cosent; rerank: bce | ranknet | softmax."""
 
     # ---- a reference, and losses of pairs ----
 
@@ -468,8 +526,9 @@ class TaskConfig:
 
     scale: float = limited(20.0, above=0)
     """embed: what similarities are multiplied by, which is one over the temperature."""
-    pooling: Pooling = Pooling.last
-    """embed: what the embedding of a text is: last (the state of its end token) | mean (of all its tokens)."""
+    pooling: Pooling = Pooling.auto
+    """embed: what the embedding of a text is: auto | last (the state of its end token) | mean (of all its tokens) | cls
+    (the state of its first token); auto: as the model's folder says, else mean for encoders and last for others."""
     normalize: bool = True
     """embed: whether embeddings have the length 1, so that their similarity is a cosine; else it is a product."""
     matryoshka: list[int] = field(default_factory=list)
@@ -477,6 +536,11 @@ class TaskConfig:
     mask_duplicates: bool = False
     """embed: whether a text that equals a query's positive, and the positive of an equal query, are no negatives of
     it; infonce, infonce_both."""
+
+    @property
+    def row_format(self) -> RowFormat | None:
+        """The format that rows must have; None: any of the others."""
+        return RowFormat.scored_pair if self.loss is TaskLoss.cosent else self.name.traits.row_format
 
     @property
     def uses_generators(self) -> bool:

@@ -22,7 +22,7 @@ from transformers.utils.hub import cached_file
 from hfdist.config.model import ALL_LINEAR, AdapterConfig, ModelConfig
 from hfdist.errors import ConfigError, HfdistError, nearest
 from hfdist.models.adapter_parts import aim_at_parts
-from hfdist.models.embeddings import has_no_head, input_embeddings
+from hfdist.models.embeddings import classifies_tokens, has_no_head, input_embeddings, scores_sequences
 from hfdist.models.hub_client import reading_from_hub
 from hfdist.models.partitioning import Partitioning
 from hfdist.models.peft_config import PLAIN_LORA, WEIGHTS, check_peft_config, make_peft_config, refusal
@@ -85,6 +85,8 @@ def add_adapter(
         _check_targets(model, config)
     if config.target_parts is not None:
         aim_at_parts(model, peft_config, config.target_parts)
+    if config.path is None:
+        _train_new_head(model, peft_config)
     needed = _needed_weights(model, peft_config)
     with torch.random.fork_rng(), warnings.catch_warnings(), layout.gathered(needed, writes=False):
         # PEFT warns of an embedding that is saved too, or of a transposed weight: a user can do nothing about these.
@@ -96,8 +98,7 @@ def add_adapter(
             raise
         except Exception as error:  # a saved adapter's config may hold anything
             raise refusal(error, "adapter.*" if config.path is None else f"adapter.path ({config.path})") from error
-    if has_no_head(model):
-        peft_config.task_type = "FEATURE_EXTRACTION"
+    peft_config.task_type = _task_type(model)
     peft_config.base_model_name_or_path, peft_config.revision = base.name, base.revision
     check_adapted(model, layout, where="adapter")
     if config.path is not None:
@@ -106,6 +107,26 @@ def add_adapter(
     from hfdist.models.expert_factors import use_factors
 
     use_factors(model)
+
+
+def _task_type(model: PreTrainedModel) -> str:
+    """Name the kind of model for PEFT, which opens the adapter with a class of its own for each."""
+    if has_no_head(model):
+        return "FEATURE_EXTRACTION"
+    if scores_sequences(model):
+        return "SEQ_CLS"
+    return "TOKEN_CLS" if classifies_tokens(model) else "CAUSAL_LM"
+
+
+def _train_new_head(model: PreTrainedModel, peft_config: PeftConfig) -> None:
+    """Let the layers beside the base model be trained whole where they give labels, as PEFT has it: they are new."""
+    if not (scores_sequences(model) or classifies_tokens(model)):
+        return
+    base: nn.Module = model.base_model
+    heads = [
+        name for name, child in model.named_children() if child is not base and any(True for _ in child.parameters())
+    ]
+    peft_config.modules_to_save = list(dict.fromkeys([*(peft_config.modules_to_save or ()), *heads]))
 
 
 def inject_adapter(model: PreTrainedModel, peft_config: PeftConfig, name: str) -> None:

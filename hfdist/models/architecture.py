@@ -15,10 +15,6 @@ import torch
 import transformers
 from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, PreTrainedConfig
-from transformers.models.auto.modeling_auto import (
-    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
-    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
-)
 
 from hfdist.apart import do_apart
 from hfdist.config.composition.aliases import override_for
@@ -28,6 +24,7 @@ from hfdist.config.task import Head
 from hfdist.errors import ConfigError, HfdistError, first_line, nearest
 from hfdist.models.build import make_without_values
 from hfdist.models.cache_use import set_use_cache
+from hfdist.models.heads import HEADS
 from hfdist.models.hub_client import reading_from_hub
 
 _LARGE_CONFIG = 1 << 20
@@ -42,25 +39,22 @@ def find_architecture(config: ModelConfig, *, sequence_length: int, head: Head =
     `head`: what the model gives at its end.
 
     Raises:
-        ConfigError: an unknown type or field, a model without a causal language head, or sequences longer than the
-            model's positions.
+        ConfigError: an unknown type or field, a type without such a head, or sequences longer than the model's
+            positions.
     """
     if config.name is not None and not config.trust_remote_code:
         _try(config, head)
-    architecture = _named(config) if config.name is not None else _of_type(config)
-    if architecture.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and not config.trust_remote_code:
+    architecture = _named(config) if config.name is not None else _of_type(config, head)
+    own = HEADS[head]
+    if architecture.model_type not in own.by_type and not config.trust_remote_code:
         raise ConfigError(
-            "transformers has no causal language model of this type",
+            f"transformers has no {own.kind} of this type",
             where="model.name" if config.name else "model.type",
             found=architecture.model_type,
-            allowed="a type with an AutoModelForCausalLM class",
-            hint="another model.name, of a model that writes text" if config.name else None,
+            allowed=f"a type with an {own.auto.__name__} class",
+            hint="another model.name, of a model that writes text" if config.name and head is Head.tokens else None,
         )
     if head is Head.score:
-        if architecture.model_type not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES:
-            what, found = "transformers has no model of this type that scores sequences", architecture.model_type
-            allowed = "a type with an AutoModelForSequenceClassification class"
-            raise ConfigError(what, where="model.name, model.type", found=found, allowed=allowed)
         architecture.num_labels = 1
     _check_positions(architecture, sequence_length)
     # `varlen` is set by `choose_attention`, which knows the run.
@@ -71,14 +65,14 @@ def find_architecture(config: ModelConfig, *, sequence_length: int, head: Head =
     return architecture
 
 
-def check_fields(config: ModelConfig) -> None:
+def check_fields(config: ModelConfig, head: Head = Head.tokens) -> None:
     """Check `model.type` and `model.config` of a new architecture; that of a name is elsewhere, and found later.
 
     Raises:
         ConfigError: as of `find_architecture`.
     """
     if config.name is None:
-        _of_type(config)
+        _of_type(config, head)
 
 
 def count_heads(architecture: PreTrainedConfig) -> Iterator[tuple[str, int]]:
@@ -98,11 +92,11 @@ def _try(config: ModelConfig, head: Head) -> None:
         if file.stat().st_size < _LARGE_CONFIG:
             # So that the fork has it: the import is most of the time.
             kind = json.loads(file.read_bytes()).get("model_type")
-            getattr(transformers, str(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind)))
+            getattr(transformers, str(HEADS[head].by_type.get(kind)))
 
     def make() -> None:
         architecture = _named(config)
-        if architecture.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        if architecture.model_type in HEADS[head].by_type:
             with torch.device("meta"):
                 make_without_values(config, architecture, head=head)
 
@@ -125,16 +119,16 @@ def _named(config: ModelConfig) -> PreTrainedConfig:
     return architecture
 
 
-def _of_type(config: ModelConfig) -> PreTrainedConfig:
+def _of_type(config: ModelConfig, head: Head) -> PreTrainedConfig:
     """A new config of one of transformers' types."""
-    kind = config.type or ""
-    if kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+    kind, own = config.type or "", HEADS[head]
+    if kind not in own.by_type:
         raise ConfigError(
-            "transformers knows no causal language model of this type",
+            f"transformers knows no {own.kind} of this type",
             where="model.type",
             found=kind,
-            allowed=f"one of {len(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)} types, such as llama, gpt2, qwen3",
-            hint=nearest(kind, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, "model.type={}"),
+            allowed=f"one of {len(own.by_type)} types, such as llama, gpt2, qwen3",
+            hint=nearest(kind, own.by_type, "model.type={}"),
         )
     _check_fields(AutoConfig.for_model(kind), config.config)
     # Made with the fields, not changed afterwards: some follow from others, as the head's size from the width.

@@ -1,10 +1,14 @@
-"""The two ends of a model: the module that looks tokens up, and whether there is a head at all."""
+"""The two ends of a model: the module that looks tokens up, and what kind of head there is, if any."""
 
 from __future__ import annotations
 
 from torch import nn
 from transformers import PreTrainedModel
-from transformers.models.auto.modeling_auto import MODEL_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
+    MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES,
+    MODEL_MAPPING_NAMES,
+)
 
 _WITHOUT_HEAD = frozenset(
     name for names in MODEL_MAPPING_NAMES.values() for name in ([names] if isinstance(names, str) else names)
@@ -23,3 +27,18 @@ def input_embeddings(model: PreTrainedModel) -> nn.Module | None:
 def has_no_head(model: PreTrainedModel) -> bool:
     """Whether the model gives hidden states, and takes no labels."""
     return type(model).__name__ in _WITHOUT_HEAD
+
+
+def scores_sequences(model: PreTrainedModel) -> bool:
+    """Whether the model is one for sequence classification: its labels are of sequences, not of tokens."""
+    return type(model).__name__ in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.values()
+
+
+def classifies_tokens(model: PreTrainedModel) -> bool:
+    """Whether the model is one for token classification: its labels are no tokens."""
+    return type(model).__name__ in MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES.values()
+
+
+def has_token_loss(model: PreTrainedModel) -> bool:
+    """Whether the model's own loss is one of tokens: it has a head, and its labels are tokens."""
+    return not (has_no_head(model) or classifies_tokens(model) or scores_sequences(model))

@@ -8,7 +8,8 @@ import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from transformers import PreTrainedModel
 
-from hfdist.models.probing import scores_sequences, small_model
+from hfdist.models.embeddings import scores_sequences
+from hfdist.models.probing import small_model
 
 Positions = Callable[[torch.Tensor, torch.Tensor | None, int | None], torch.Tensor]
 """(token ids, mask or None, id of the padding token or None) -> positions; all of shape [sequences, tokens]."""
@@ -111,3 +112,15 @@ def counts_from_zero(model: PreTrainedModel) -> bool:
         except Exception:  # whatever a model raises that cannot be made small
             return True
     return found is not _after_padding
+
+
+def count_unused_positions(model: PreTrainedModel) -> int:
+    """Count the positions before that of a text's first token, which no token ever has.
+
+    Args:
+        model: whole and small, on the CPU.
+    """
+    if not any(hasattr(module, "create_position_ids_from_input_ids") for module in model.modules()):
+        return 0
+    padding = padding_id(model)
+    return 0 if padding is None or find_positions(model) is not _after_padding else padding + 1

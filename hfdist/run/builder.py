@@ -14,6 +14,7 @@ from hfdist.config.run import RunConfig
 from hfdist.config.task import Head
 from hfdist.control_group import ControlGroup
 from hfdist.models import TrainableParameters, build_model, check_weights, fit_vocabulary
+from hfdist.models.label_names import set_labels
 from hfdist.models.peft_config import check_adapter
 from hfdist.open_files import raise_limit
 from hfdist.optim.registry import check_optimizer
@@ -94,6 +95,8 @@ class Run(RunState):
                 prompts where prompts are answered.
         """
         self.data = build_data(self._here, self.topology)
+        if self._head.gives_labels:
+            set_labels(self.architecture, self.config.data.labels)
         fit_vocabulary(self.architecture, self.data.tokenizer, self._here.model)
         if (task := self.config.task).teacher is not None:
             length = self.config.data.sequence_length
@@ -146,12 +149,12 @@ class Run(RunState):
     def build_trainer(self) -> None:
         """Make the Trainer, with the callbacks of the parts."""
         config, arguments, model, data = self.config, self.arguments, self.model, self.data
-        check_packing(model, data.stream, self.strategy)
+        check_packing(model, data.stream, self.strategy, self._head)
         self.objective = make_objective(
             config, data.tokenizer, data.held_out, strategy=self.strategy, arguments=arguments
         )
         if self.objective is not None:
-            fit_model(model, data.tokenizer)
+            fit_model(model, data.tokenizer, self._head)
         speed_up(config, model, self.strategy)
         # First: they set what the options have.
         callbacks = self._callbacks(Joins.constructor)

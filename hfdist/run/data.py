@@ -10,7 +10,7 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerBase
 
 from hfdist.config.checks.optimizer import check_schedule
-from hfdist.config.data import BadRows, cache_dir
+from hfdist.config.data import BadRows, RowFormat, cache_dir
 from hfdist.config.islands import IslandMethod
 from hfdist.config.run import RunConfig
 from hfdist.data import (
@@ -24,6 +24,7 @@ from hfdist.data import (
     open_corpus,
     open_held_out_sources,
 )
+from hfdist.data.documents.labels import find_labels
 from hfdist.data.tokenization.chat_template import adopt_template
 from hfdist.data.tokenization.encoders import Encoders
 from hfdist.environments.registry import load_environment
@@ -74,6 +75,9 @@ def build_data(config: RunConfig, topology: Topology) -> RunData:
         if config.task.environment is not None and not config.data.chat.tools:
             # Before the config is written down: these tokens come of it.
             config.data.chat.tools = list(load_environment(config.task).tools)
+        if config.data.format in (RowFormat.labelled, RowFormat.tagged):
+            # As above: numbers of labels come of it.
+            config.data.labels = find_labels(corpus, config.data)
         Encoders.of(tokenizer, config.data).check(
             shard for source in corpus.sources.values() if source.gives_examples for shard in source
         )

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 
-from hfdist.config.task import Head
+from hfdist.config.task import Head, TaskName
+from hfdist.models.heads import HEADS
 from hfdist.run.ending import Ending
 
 _PROMPT = "Once upon a time"
@@ -16,13 +17,15 @@ def describe_use(end: Ending) -> list[str]:
     folder, head = json.dumps(str(end.folder), ensure_ascii=False), end.config.task.name.traits.head
     if head is Head.none:
         return _embed(folder)
-    name = "AutoModelForSequenceClassification" if head is Head.score else "AutoModelForCausalLM"
+    if end.config.task.name is TaskName.rerank and not end.config.adapter.is_used:
+        return _rank(folder)
+    name = HEADS[head].auto.__name__
     imports = [f"from transformers import {name}, AutoTokenizer"]
     if end.config.adapter.is_used and not (end.folder / "config.json").is_file():
         name = name.replace("AutoModel", "AutoPeftModel")
         imports = ["from transformers import AutoTokenizer", f"from peft import {name}"]
     load = f"model, tokenizer = (auto.from_pretrained({folder}) for auto in ({name}, AutoTokenizer))"
-    return [*imports, load, *(_score() if head is Head.score else _generate(end))]
+    return [*imports, load, *(_generate(end) if head is Head.tokens else _score())]
 
 
 def _embed(folder: str) -> list[str]:
@@ -31,6 +34,14 @@ def _embed(folder: str) -> list[str]:
         "from sentence_transformers import SentenceTransformer",
         f"model = SentenceTransformer({folder})",
         f"print(model.similarity({query}, {texts}))",
+    ]
+
+
+def _rank(folder: str) -> list[str]:
+    return [
+        "from sentence_transformers import CrossEncoder",
+        f"model = CrossEncoder({folder})",
+        'print(model.rank("A query.", ["A text.", "Another one."]))',
     ]
 
 

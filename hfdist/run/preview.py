@@ -40,25 +40,35 @@ def name_of_targets(task: TaskConfig) -> str:
 
 def _documents(sequence: Sequence, tokenizer: PreTrainedTokenizerBase, task: TaskConfig) -> Iterator[str]:
     """Give the text of each document of a sequence, after its role in its example if it has one."""
+    traits = task.name.traits
     names = _EMBEDDED_NAMES if task.name is TaskName.embed else _PAIR_NAMES
+    has_roles = traits.row_format is not None and not traits.head.gives_labels
     rows = sequence.rows[:, : sequence.num_tokens]
     starts = [*np.flatnonzero(rows[POSITION_IDS] == 0).tolist(), rows.shape[1]]
     for start, stop in pairwise(starts):
         labels = rows[LABELS, start:stop]
-        text = _mark_targets(rows[INPUT_IDS, start:stop], labels != IGNORED, tokenizer)
+        ids = rows[INPUT_IDS, start:stop]
+        text = _mark_targets(ids, labels != IGNORED, tokenizer, are_numbers=traits.head.gives_labels)
         # Labels below IGNORED are those of the second of two roles.
         is_second = bool((labels < IGNORED).any())
-        yield text if task.name.traits.row_format is None else f"{names[is_second]}: {text}"
+        yield f"{names[is_second]}: {text}" if has_roles else text
 
 
-def _mark_targets(ids: NDArray[np.integer], is_target: NDArray[np.bool_], tokenizer: PreTrainedTokenizerBase) -> str:
-    """Decode the tokens of one document, with brackets around each run of targets."""
+def _mark_targets(
+    ids: NDArray[np.integer], is_target: NDArray[np.bool_], tokenizer: PreTrainedTokenizerBase, *, are_numbers: bool
+) -> str:
+    """Decode the tokens of one document, with brackets around each run of targets.
+
+    `are_numbers`: a target is the number of a label, and no word of the vocabulary.
+    """
     edges = [0, *(np.flatnonzero(np.diff(is_target)) + 1).tolist(), len(ids)]
     shown, before = "", ""
     for first, end in pairwise(edges):
         # From the beginning each time: some tokenizers write a piece by itself without the space before it.
         text = str(tokenizer.decode(ids[:end], skip_special_tokens=False, clean_up_tokenization_spaces=False))
         piece = _safe(text[len(before) :])
+        if are_numbers and is_target[first]:
+            piece = " ".join(map(str, ids[first:end].tolist()))
         shown += f"{_OPEN}{piece}{_SHUT}" if is_target[first] else piece
         before = text
     return shown

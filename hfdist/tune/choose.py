@@ -15,6 +15,7 @@ from hfdist.rewards.code import SANDBOXED
 from hfdist.rewards.registry import Score
 from hfdist.strategies.base import Strategy
 from hfdist.trainer.step.objective import Objective
+from hfdist.tune.classify import Classification, TokenClassification
 from hfdist.tune.distill import Distillation
 from hfdist.tune.embed import Embeddings
 from hfdist.tune.kept_teacher import KeptTeacher
@@ -24,6 +25,7 @@ from hfdist.tune.online_preference import OnlinePreferences
 from hfdist.tune.policy import PolicyGradient
 from hfdist.tune.preference import Preferences
 from hfdist.tune.reference import ReferenceTable
+from hfdist.tune.rerank import Ranking
 from hfdist.tune.reward import RewardPairs
 from hfdist.tune.rollout import Rollouts
 from hfdist.tune.rollout_lines import RolloutLines
@@ -53,6 +55,12 @@ def make_objective(
             return RewardPairs()
         case TaskName.embed:
             return Embeddings(task, config.data.texts, tokenizer)
+        case TaskName.classify:
+            return Classification(tokenizer, config.data.labels)
+        case TaskName.token_classify:
+            return TokenClassification(tokenizer, config.data.labels)
+        case TaskName.rerank:
+            return Ranking(tokenizer, task)
         case TaskName.distill:
             teacher = Teacher(task, layout=strategy, arguments=arguments)
             if task.teacher_top_k is not None:

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -23,11 +23,17 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hfdist.collectives import gather_json
-from hfdist.config.data import TextsConfig
-from hfdist.config.task import Pooling, TaskConfig, TaskLoss
+from hfdist.config.batch import IGNORED
+from hfdist.config.data import ProblemType, TextsConfig
+from hfdist.config.task import Head, Pooling, TaskConfig, TaskLoss
+from hfdist.data.label_tokens import to_classes
+from hfdist.models.encoders import takes_texts_apart
+from hfdist.models.positions import padding_id
+from hfdist.models.texts_apart import TextsApart
 from hfdist.strategies.engine import Batch, Forward, TrainerHooks
 from hfdist.trainer.step.forwards import evaluating
 from hfdist.trainer.step.objective import Documents, Objective
+from hfdist.trainer.training import Training
 from hfdist.tune.embedding_folder import ending_texts, write_embedding_files
 from hfdist.tune.embedding_losses import (
     NEGATIVE,
@@ -37,6 +43,7 @@ from hfdist.tune.embedding_losses import (
     first_dimensions,
     losses_of,
     places,
+    rank_correlation,
 )
 
 GRADIENTS = "embedding_gradients"
@@ -80,15 +87,25 @@ class Places(NamedTuple):
 class Embeddings(Objective):
     """An embedding model. An item is a query; with `triplet` one that has a negative."""
 
-    names = ("recall_at_1", "mrr")
     evaluates_itself = True
 
     def __init__(self, task: TaskConfig, texts: TextsConfig, tokenizer: PreTrainedTokenizerBase) -> None:
         super().__init__()
         self._task, self._texts = task, texts
+        self._has_scores = task.loss is TaskLoss.cosent
+        """Whether the third document of a row is the score of its two texts."""
+        self.names = ("spearman",) if self._has_scores else ("recall_at_1", "mrr")
         self._tokenizer = ending_texts(tokenizer, texts)
         self._held_out: list[float] = []
         """The loss of each held-out query of the evaluation that is on."""
+
+    def begin(self, training: Training) -> None:
+        """See `Objective.begin`."""
+        super().begin(training)
+        model = cast(PreTrainedModel, training.model)
+        self._reads_apart = takes_texts_apart(model, Head.none)
+        """Whether each text is in a row of its own, as texts of a row would see each other."""
+        self._padding = padding_id(model) or 0
 
     def write_files(self, folder: Path) -> None:
         """Write what sentence-transformers needs."""
@@ -150,8 +167,12 @@ class Embeddings(Objective):
         return self._held_out
 
     def _note_places(self, texts: Texts) -> None:
-        """Note where queries find their positives; all ranks note the same."""
+        """Note where queries find their positives, or how scores and similarities go together; all note the same."""
         whole = first_dimensions(texts, texts.embeddings.shape[1], self._task)
+        if self._has_scores:
+            value = torch.tensor([rank_correlation(whole)])
+            self._note(torch.ones_like(value, dtype=torch.bool), {"spearman": value})
+            return
         found = places(whole)
         figures = {"recall_at_1": (found == 1).float(), "mrr": 1 / found}
         self._note(torch.ones_like(found, dtype=torch.bool), figures)
@@ -191,20 +212,26 @@ class Embeddings(Objective):
         data_rank, is_masking = self._training.strategy.topology.data_rank, self._task.mask_duplicates
         own = [kind for one in found for kind in one.kinds.tolist()]
         own_digests = list(chain.from_iterable(map(_digests, batches, found))) if is_masking else []
-        known = {rank: (kinds, digests) for rank, kinds, digests in gather_json([data_rank, own, own_digests])}
-        kinds, digests = (list(chain.from_iterable(known[rank][n] for rank in sorted(known))) for n in (0, 1))
+        own_scores = list(chain.from_iterable(map(_scores, batches, found))) if self._has_scores else []
+        known = {rank: lists for rank, *lists in gather_json([data_rank, own, own_digests, own_scores])}
+        kinds, digests, scores = (list(chain.from_iterable(known[rank][n] for rank in sorted(known))) for n in range(3))
         numbers = {digest: number for number, digest in enumerate(dict.fromkeys(digests))}
         tensor = partial(torch.tensor, dtype=torch.long, device=self._training.args.device)
-        return Texts(embeddings, tensor(kinds), tensor([numbers[one] for one in digests]) if is_masking else None)
+        return Texts(
+            embeddings,
+            tensor(kinds),
+            tensor([numbers[one] for one in digests]) if is_masking else None,
+            torch.tensor(scores, device=embeddings.device) if self._has_scores else None,
+        )
 
     def _states(self, model: nn.Module, batch: Batch, texts: Places) -> torch.Tensor:
         """Run the model, and give the embedding of each text before it is normalized; [texts, width], float32."""
-        inputs: dict[str, Any] = {name: batch[name] for name in ("input_ids", "position_ids")}
-        states = model(**inputs, use_cache=False)[0].float()
-        flat = states.flatten(0, 1)
+        documents = Documents.of(batch)
+        flat = self._read(model, batch, documents)
         if self._task.pooling is Pooling.last:
             return flat[texts.last]
-        documents = Documents.of(batch)
+        if self._task.pooling is Pooling.cls:
+            return flat[texts.first]
         number = torch.full((flat.shape[0],), len(texts.last), device=flat.device)
         number[texts.documents] = torch.arange(len(texts.last), device=flat.device)
         # What fills up goes to a last one, which is left out.
@@ -212,12 +239,42 @@ class Embeddings(Objective):
         sums = flat.new_zeros(len(texts.last) + 1, flat.shape[1]).index_add(0, of_token, flat)
         return (sums / torch.bincount(of_token, minlength=len(sums)).clamp(min=1)[:, None])[:-1]
 
+    def _read(self, model: nn.Module, batch: Batch, documents: Documents) -> torch.Tensor:
+        """Give the hidden state of each token of texts; shape [rows x tokens, width], float32."""
+        ids, positions = batch["input_ids"], batch["position_ids"]
+        if self._has_scores:
+            # A score is no text: its tokens are no words.
+            ids = torch.where(_are_of_pairs(batch, documents), ids, self._padding)
+        if not self._reads_apart:
+            states: torch.Tensor = model(input_ids=ids, position_ids=positions, use_cache=False)[0]
+            return states.float().flatten(0, 1)
+        # What fills up is no text.
+        has_targets = documents.sum((documents.labels != IGNORED).float()) > 0
+        texts = TextsApart.of(documents.is_first, has_targets[documents.of_token])
+        inputs = texts.take_apart(ids, fill=self._padding)
+        apart: torch.Tensor = model(input_ids=inputs, attention_mask=texts.mask)[0]
+        return texts.put_back(apart.float(), ids.numel())
+
 
 def _digests(batch: Batch, texts: Places) -> Iterator[str]:
     """Give a digest of the tokens of each text."""
     ids = batch["input_ids"].flatten().cpu().numpy()
     for first, last in zip(texts.first.tolist(), texts.last.tolist(), strict=True):
         yield hashlib.blake2b(ids[first : last + 1].tobytes(), digest_size=8).hexdigest()
+
+
+def _scores(batch: Batch, texts: Places) -> list[float]:
+    """Give the score of each pair."""
+    ids, lasts = batch["input_ids"].flatten(), texts.last[texts.kinds == NEGATIVE]
+    return to_classes(torch.stack([ids[lasts - 1], ids[lasts]], 1), ProblemType.regression, 1).tolist()
+
+
+def _are_of_pairs(batch: Batch, documents: Documents) -> torch.Tensor:
+    """Which tokens are of a pair of texts, and not of its score, nor of a row without targets; [rows, tokens]."""
+    found = Places.of(batch)
+    is_text = torch.zeros_like(documents.num_chosen_targets, dtype=torch.bool)
+    is_text[found.documents[found.kinds != NEGATIVE]] = True
+    return is_text[documents.of_token]
 
 
 def _by_rows(batch: Batch, texts: Places, values: torch.Tensor) -> torch.Tensor:

@@ -5,6 +5,9 @@
     q2      -    +    -    -    -         infonce_both: half of it, and half of that of the columns d1, d2, d3
     q3      -    -    +    -    -         triplet: each query with its own negatives alone
 
+cosent has scored pairs of texts: log(1 + sum of exp(scale x (s1 - s2))) over all two pairs of which the
+first has the lower score; s is the similarity of a pair (Su, 2022; CoSENTLoss of sentence-transformers).
+
 So each text is a negative of the queries that it does not belong to (van den Oord et al., arXiv 1807.03748; in-batch
 negatives: Henderson et al., arXiv 1705.00652). The first dimensions of an embedding may be trained to be one by
 themselves (Kusupati et al., arXiv 2205.13147).
@@ -42,6 +45,9 @@ class Texts:
     """QUERY, POSITIVE or NEGATIVE; shape [texts]."""
     numbers: torch.Tensor | None = None
     """Equal texts have the same number, from 0 on; shape [texts]. None: no text is left out for being equal."""
+
+    scores: torch.Tensor | None = None
+    """How alike each query and its positive are; shape [queries]. None: pairs have no score."""
 
     @property
     def queries(self) -> torch.Tensor:
@@ -101,8 +107,23 @@ def _triplet(texts: Texts, task: TaskConfig) -> torch.Tensor:
     return losses.new_zeros(len(queries)).index_add(0, owners, losses) / number
 
 
+def _cosent(texts: Texts, task: TaskConfig) -> torch.Tensor:
+    assert texts.scores is not None  # the format of the rows
+    similarities = task.scale * (texts.queries * texts.positives).sum(-1)
+    is_lower = texts.scores[:, None] < texts.scores
+    differences = (similarities[:, None] - similarities)[is_lower]
+    loss = torch.logsumexp(torch.cat([differences.new_zeros(1), differences]), 0)
+    # One loss of all pairs: it is the mean over queries of itself.
+    return loss.expand(len(similarities))
+
+
 LOSSES: Mapping[TaskLoss, Callable[[Texts, TaskConfig], torch.Tensor]] = MappingProxyType(
-    {TaskLoss.infonce: _infonce, TaskLoss.infonce_both: _infonce_both, TaskLoss.triplet: _triplet}
+    {
+        TaskLoss.infonce: _infonce,
+        TaskLoss.infonce_both: _infonce_both,
+        TaskLoss.triplet: _triplet,
+        TaskLoss.cosent: _cosent,
+    }
 )
 """Each gives the loss of each query; shape [queries]."""
 
@@ -153,6 +174,20 @@ def places(texts: Texts) -> torch.Tensor:
             own = scores.diagonal(part.start)[:, None]
             found.append((scores >= own - _EQUAL * own.abs().clamp(min=1)).sum(1))
     return torch.cat(found)
+
+
+def rank_correlation(texts: Texts) -> float:
+    """Give Spearman's correlation of the similarities of pairs with their scores; 0 where either are all alike."""
+    assert texts.scores is not None
+    similarities = (texts.queries * texts.positives).sum(-1).detach()
+    ranks = torch.stack([_ranks(similarities), _ranks(texts.scores)])
+    return float(torch.corrcoef(ranks)[0, 1].nan_to_num()) if ranks.shape[1] > 1 else 0.0
+
+
+def _ranks(values: torch.Tensor) -> torch.Tensor:
+    """Give the rank of each value, equal ones their mean; shape [values], float64."""
+    _, inverse, counts = values.unique(return_inverse=True, return_counts=True)
+    return (counts.cumsum(0) - (counts - 1) / 2).double()[inverse]
 
 
 @dataclass(frozen=True)

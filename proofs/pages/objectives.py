@@ -43,6 +43,8 @@ _WHERE = {
     TaskName.online_dpo: ("reinforcement.md", "tune/online_preference.py"),
     TaskName.distill: ("distill.md", "tune/distill.py"),
     TaskName.embed: ("embeddings.md", "tune/embed.py"),
+    **dict.fromkeys((TaskName.classify, TaskName.token_classify), ("labels.md", "tune/classify.py")),
+    TaskName.rerank: ("labels.md", "tune/rerank.py"),
 }
 """The page and the file of each task."""
 _NEXT_TOKENS = "on the next tokens of texts and answers"

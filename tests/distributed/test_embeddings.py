@@ -14,6 +14,7 @@ from hfdist.records import RunFolder, read_lines
 from hfdist.run import prepare_run
 from hfdist.testing import run_ranks
 from tests.distributed import trl_runs
+from tests.distributed.encoder_runs import write_encoder
 from tests.distributed.preference_runs import EPSILON, GLOBAL_BATCH, RATE, STEPS, make_config, tune
 from tests.distributed.runs import eval_losses, losses, weights
 from tests.marks import many
@@ -35,6 +36,11 @@ FORMS = {
     ),
     "triplet": ("task=embed", "task.loss=triplet", "task.margin=0.5"),
 }
+ENCODERS = {
+    "infonce": ("bert", "task=embed"),
+    "cosent": ("roberta", "task=embed", "task.loss=cosent", "task.pooling=cls"),
+}
+"""By the loss: a type of encoders, and overrides."""
 
 
 @pytest.fixture(scope="module")
@@ -110,6 +116,28 @@ def test_a_layout_changes_nothing(single, tmp_path, model, rows, form, layout, n
     run = tune(tmp_path, model, rows, num_ranks, *FORMS[form], *f"strategy={layout}".split())
     check_equal(run, single(form))
     assert len(set(losses(run))) == len(losses(run)) > 3
+
+
+@pytest.mark.parametrize(("form", "layout"), [("cosent", "zero3 train.micro_batch_size=1"), many("infonce", "fsdp2"),
+                                              many("infonce", "ddp")])  # fmt: skip
+def test_encoders_are_the_same_in_a_layout(tmp_path, rows, form, layout):
+    kind, *overrides = ENCODERS[form]
+    model = write_encoder(tmp_path / "model", kind)
+    if form == "cosent":
+        pairs = [json.loads(line) for line in rows.read_text().splitlines()]
+        rows = tmp_path / "pairs.jsonl"
+        scored = ({"text_a": row["query"], "text_b": row["positive"], "score": n % 7} for n, row in enumerate(pairs))
+        rows.write_text("".join(json.dumps(row) + "\n" for row in scored))
+    one = tune(tmp_path / "one", model, rows, 1, *overrides)
+    two = tune(tmp_path / "two", model, rows, 2, *overrides, *f"strategy={layout}".split())
+    assert losses(two) == pytest.approx(losses(one), rel=1e-5)
+    assert eval_losses(two) == pytest.approx(eval_losses(one), rel=1e-5)
+    ours, reference = weights(two), weights(one)
+    # What has no gradient, such as the bias of keys, is moved by rounding alone.
+    assert all(float((ours[name] - own).norm() / own.norm().clamp_min(1)) < 1e-5 for name, own in reference.items())
+    # An end token is that of the type's own tokenizer, and the folder says how states are pooled.
+    is_cls = json.loads((one / "model" / "1_Pooling" / "config.json").read_text())["pooling_mode_cls_token"]
+    assert is_cls == (form == "cosent")
 
 
 def test_a_run_goes_on_in_another_layout(single, tmp_path, model, rows):

@@ -17,6 +17,7 @@ from hfdist.tune.embedding_losses import (
     first_dimensions,
     losses_of,
     places,
+    rank_correlation,
 )
 
 KINDS = [QUERY, POSITIVE, NEGATIVE, QUERY, POSITIVE, QUERY, POSITIVE, NEGATIVE, NEGATIVE]
@@ -80,8 +81,28 @@ def test_matryoshka_adds_the_losses_of_the_first_dimensions():
     assert losses_of(texts, task("infonce", matryoshka=[2, 8])).sum().item() == pytest.approx(sum(parts).item())
 
 
+def test_cosent_wants_pairs_in_the_order_of_their_scores():
+    texts = dataclasses.replace(make(), scores=torch.tensor([0.2, 0.9, 0.2]))
+    losses = losses_of(texts, task("cosent", scale=3.0))
+    e = torch.nn.functional.normalize(texts.embeddings, dim=-1)
+    similar = [3 * e[q] @ e[d] for q, d in zip(Q, D, strict=True)]
+    wanted = torch.log(1 + sum(torch.exp(similar[low] - similar[1]) for low in (0, 2)))
+    assert torch.allclose(losses, wanted.expand(3), rtol=1e-12)
+    (own,), (other,) = (torch.autograd.grad(value, texts.embeddings) for value in (losses.mean(), wanted))
+    assert torch.allclose(own, other, rtol=1e-10, atol=1e-12)
+
+
+def test_rank_correlation_is_that_of_mean_ranks():
+    # Similarities 0, 1 and 2; scores of which two are alike.
+    texts = Texts(torch.tensor([[1.0], [0.0], [1.0], [1.0], [1.0], [2.0]]), torch.tensor([QUERY, POSITIVE] * 3))
+    for scores, wanted in (([1, 2, 3], 1.0), ([3, 2, 1], -1.0), ([1, 1, 3], 0.75**0.5), ([1, 1, 1], 0.0)):
+        found = rank_correlation(dataclasses.replace(texts, scores=torch.tensor(scores)))
+        assert found == pytest.approx(wanted)
+
+
 def test_a_step_without_queries_has_no_loss():
     texts = Texts(torch.zeros(0, 4, requires_grad=True), torch.zeros(0, dtype=torch.long))
+    texts = dataclasses.replace(texts, scores=torch.zeros(0))
     for loss in LOSSES:
         assert losses_of(texts, task(loss.value)).shape == (0,)
     assert places(texts).shape == (0,)

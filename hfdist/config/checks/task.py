@@ -7,13 +7,20 @@ import json
 import re
 from functools import reduce
 
-from hfdist.config.data import Packing, RowFormat, TextsConfig, TooLong, TrainOn
+from hfdist.config.data import LABELLED, LabelsConfig, Packing, RowFormat, TextsConfig, TooLong, TrainOn
 from hfdist.config.plain_values import override_value, plain
 from hfdist.config.run import RunConfig
 from hfdist.config.task import ENVIRONMENT, PRESETS, REWARD_MODEL, SCORE, TaskConfig, TaskLoss, TaskName
 from hfdist.errors import ConfigError
 
-_OF_TASKS = (RowFormat.preference, RowFormat.unpaired_preference, RowFormat.prompt, RowFormat.retrieval)
+_OF_TASKS = (
+    RowFormat.preference,
+    RowFormat.unpaired_preference,
+    RowFormat.prompt,
+    RowFormat.retrieval,
+    RowFormat.scored_pair,
+    *LABELLED,
+)
 _WITH_REFERENCE = ("arithmetic", "code", "code_without_landlock")
 """Rewards that compare an answer with the data's."""
 _OF_REFERENCE = ("code", "guess", "reasoning_gym")
@@ -37,16 +44,16 @@ def check_task(config: RunConfig) -> None:
         error = _misfit(config, "task.ref_model_mixup_alpha", f"{alpha:g}", "the reference stays as it is")
         error.hint = f"task.ref_model_sync_steps=512, or {error.hint}"
         raise error
-    if data.texts != TextsConfig() and task.name is not TaskName.embed:
-        changed = next(f.name for f in dataclasses.fields(TextsConfig) if getattr(data.texts, f.name) != f.default)
-        default = json.dumps(getattr(TextsConfig(), changed))
-        raise _misfit(config, f"data.texts.{changed}", default, "only rows for embeddings are such texts")
+    gives_labels = task.name.traits.head.gives_labels
+    _check_section(config, "texts", TextsConfig(), is_read=gives_labels or task.name is TaskName.embed)
+    _check_section(config, "labels", LabelsConfig(), is_read=gives_labels and task.name is not TaskName.rerank)
     if data.keep_columns and not task.name.traits.is_reinforcement:
         raise _misfit(config, "data.keep_columns", "false", "rewards alone read the other columns")
     if task.name is TaskName.causal_lm:
         return
     if not task.name.traits.has_teacher:
         _check_answers(config)
+    if task.name.traits.losses:
         _check_loss(config)
     if config.strategy.context > 1:
         raise _misfit(config, "strategy.context", "1", "each rank would see a part of a sequence")
@@ -67,9 +74,20 @@ def check_task(config: RunConfig) -> None:
         _check_without_text(config)
 
 
+def _check_section(config: RunConfig, name: str, default: TextsConfig | LabelsConfig, *, is_read: bool) -> None:
+    """Refuse a section of `data` that says something of rows which the task does not have."""
+    section = getattr(config.data, name)
+    if is_read or section == default:
+        return
+    key = next(f.name for f in dataclasses.fields(default) if getattr(section, f.name) != getattr(default, f.name))
+    allowed = json.dumps(plain(getattr(default, key)))
+    raise _misfit(config, f"data.{name}.{key}", allowed, f"rows of this task have no such {name}")
+
+
 def _check_answers(config: RunConfig) -> None:
     data = config.data
-    packing = Packing.none if config.task.answers_prompts else Packing.best_fit
+    is_whole = config.task.answers_prompts or config.task.name.traits.head.gives_labels
+    packing = Packing.none if is_whole else Packing.best_fit
     if data.packing is not packing:
         raise _misfit(config, "data.packing", packing.value, "prompts and answers must stay whole")
     if data.too_long is not TooLong.drop:
@@ -135,7 +153,7 @@ def _formats(config: RunConfig) -> dict[str, RowFormat]:
 
 def _check_rows(config: RunConfig) -> None:
     """Check that rows have the format of the task; a task of next tokens reads the formats that no other task has."""
-    wanted = config.task.name.traits.row_format
+    wanted = config.task.row_format
     for key, found in _formats(config).items():
         if config.task.name.traits.is_reinforcement:
             fits, allowed = found in _OF_PROMPTS, " or ".join(one.value for one in _OF_PROMPTS)
@@ -198,6 +216,8 @@ def _check_embeddings(config: RunConfig) -> None:
         raise _misfit(config, "task.scale", str(TaskConfig.scale), "triplet compares distances as they are")
     if task.loss is TaskLoss.triplet and task.mask_duplicates:
         raise _misfit(config, "task.mask_duplicates", "false", "triplet compares a query with its own negatives alone")
+    if task.loss is TaskLoss.cosent and task.mask_duplicates:
+        raise _misfit(config, "task.mask_duplicates", "false", "cosent compares pairs by their scores alone")
     if any(size < 1 for size in task.matryoshka) or len(set(task.matryoshka)) < len(task.matryoshka):
         allowed = "numbers of dimensions above 0, each once"
         hint = "task.matryoshka=[64,128,256]"

@@ -202,7 +202,7 @@ def _fit_to_task(config: RunConfig) -> None:
     """Give `auto` the values that the task needs."""
     data, task = config.data, config.task.name
     if data.format is RowFormat.auto:
-        own = RowFormat.prompt_completion if task.traits.is_reinforcement else task.traits.row_format
+        own = RowFormat.prompt_completion if task.traits.is_reinforcement else config.task.row_format
         data.format = own or RowFormat.auto
     if data.keep_columns is None:
         data.keep_columns = task.traits.is_reinforcement
@@ -210,7 +210,7 @@ def _fit_to_task(config: RunConfig) -> None:
         config.evaluate.at_start = config.model.init is Init.pretrained
     if data.packing is Packing.auto:
         is_text = data.format is RowFormat.text
-        is_whole = config.task.answers_prompts
+        is_whole = config.task.answers_prompts or task.traits.head.gives_labels
         data.packing = Packing.none if is_whole else Packing.concat if is_text else Packing.best_fit
 
 

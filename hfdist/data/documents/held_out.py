@@ -103,7 +103,7 @@ def _pack(corpus: Corpus, tokenizer: PreTrainedTokenizerBase, config: DataConfig
     documents = Documents(corpus, encoders, open_token_cache(config), config, held_out=True)
     counts = HeldOutCounts()
     chunks = (counts.add(chunk) for block in corpus.mixed_blocks() for chunk in documents.chunks(np.array(block)))
-    shape = Shape(config.sequence_length, fill_id=0)
+    shape = Shape(config.longest_row, fill_id=0)
     takes_all = config.eval_fraction == 1
     placed = ((Place(0, int(chunk.numbers[0])), chunk) for chunk in chunks)
     if corpus.has_examples:

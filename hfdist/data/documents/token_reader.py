@@ -101,7 +101,7 @@ class Documents:
         `bad` says why documents are bad, by their places in `numbers`; only some tokens of those at `examples` are
         targets.
         """
-        length, too_long = self._config.sequence_length, self._config.too_long
+        length, too_long = self._config.longest_row, self._config.too_long
         if self._config.on_bad_rows is BadRows.error:
             for place, error in bad.items():
                 if int(numbers[place]) not in self.corpus.quarantined:

@@ -8,7 +8,10 @@ as they treat a document. The canonical forms are
 {"messages": [...], "tools": [...], "learned_from": n} a conversation as OpenAI writes it; assistant messages before
                                                        number n are no targets
 {"query": ..., "documents": [...]}                     texts: a query, and the one that belongs to it before those that
-                                                       do not
+                                                       do not; "ranked" in place of "documents": read with the query
+{"text_a": ..., "text_b": ..., "score": n}             texts: how alike two are
+{"text": ..., "text_pair": ..., "label": ...}          a text, or a pair, and its label: a name, a number, or a list
+{"tokens": [...], "tags": [...]}                       words, and the label of each, null where it has none
 
 A preference is such a form with "rejected": of a text, the rejected completion; of a conversation, the messages that
 stand in the place of those from number n on; or true, where there is this answer only, and it is rejected. A prompt
@@ -19,10 +22,12 @@ format does not read follows in a line of its own: `split_columns`.
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping, Sequence
-from itertools import takewhile
+from itertools import chain, takewhile
 from typing import Any, NamedTuple, NoReturn
 
+from hfdist.config.batch import IGNORED
 from hfdist.config.data import NEGATIVES, RowFormat
 from hfdist.data.sources.base import BadRow, ContentError, check_size, check_text
 
@@ -47,6 +52,8 @@ _ROLES: Mapping[str, str] = {
 """The role that each value of ShareGPT's `from` stands for."""
 _CALLS = ("function_call", "tool_call")
 _SHOWN_CHARACTERS = 80
+_NO_TAG = (None, IGNORED)
+"""Tags of words whose label is not learned; the number is that of transformers' token classification."""
 
 
 def from_text(row: Mapping[str, object]) -> dict[str, object]:
@@ -158,6 +165,52 @@ def _from_retrieval(row: Mapping[str, object]) -> dict[str, object]:
     return {"query": _written(row[query], query), "documents": [*positives, *negatives]}
 
 
+def _from_ranking(row: Mapping[str, object]) -> dict[str, object]:
+    """As `retrieval`."""
+    example = _from_retrieval(row)
+    return {"query": example["query"], "ranked": example["documents"]}
+
+
+def _from_scored_pair(row: Mapping[str, object]) -> dict[str, object]:
+    """Two texts, and how alike they are."""
+    score = row["score"]
+    if isinstance(score, bool) or not isinstance(score, int | float) or not math.isfinite(score):
+        _refuse("this is no number", "score", score, "a number, such as 0.8")
+    return {"text_a": _written(row["text_a"], "text_a"), "text_b": _written(row["text_b"], "text_b"), "score": score}
+
+
+def _from_labelled(row: Mapping[str, object]) -> dict[str, object]:
+    """A text or a pair, and its label."""
+    label = row["label"]
+    kept = [_label(item, f"label[{n}]") for n, item in enumerate(label)] if isinstance(label, list) else None
+    example: dict[str, object] = {"text": _written(row["text"], "text")}
+    if row.get("text_pair") is not None:
+        example["text_pair"] = _written(row["text_pair"], "text_pair")
+    return example | {"label": _label(label, "label") if kept is None else kept}
+
+
+def _label(value: object, where: str) -> str | int | float:
+    is_number = isinstance(value, int | float) and math.isfinite(value)
+    if not is_number and not (isinstance(value, str) and value):
+        _refuse("this is no label", where, value, "a name, a number, or a list of them")
+    assert isinstance(value, str | int | float)
+    return int(value) if isinstance(value, bool) else value
+
+
+def _from_tagged(row: Mapping[str, object]) -> dict[str, object]:
+    """Words, each with its tag."""
+    words = [_text(word, f"tokens[{n}]") for n, word in enumerate(_list(row["tokens"], "tokens"))]
+    tags = _list(row["tags"], "tags")
+    if len(words) != len(tags):
+        _refuse("each word has one tag", "tags", f"{len(tags)}, of {len(words)} tokens", "as many as tokens")
+    if not any(word.strip() for word in words):
+        _refuse("the text is empty", "tokens", words, "words")
+    return {
+        "tokens": words,
+        "tags": [None if tag in _NO_TAG else _label(tag, f"tags[{n}]") for n, tag in enumerate(tags)],
+    }
+
+
 def _texts(value: object, where: str) -> list[str]:
     """Some texts, or a single one."""
     if isinstance(value, str):
@@ -185,7 +238,8 @@ def texts_in(example: str) -> str:
     rejected = values.pop("rejected", [])
     messages = values.pop("messages", []) + (rejected if isinstance(rejected, list) else [])
     values["rejected"] = rejected
-    written = [value for value in (*values.values(), *values.get("documents", [])) if isinstance(value, str)]
+    lists = (values.get(name, []) for name in ("documents", "ranked", "tokens"))
+    written = [value for value in chain(values.values(), *lists) if isinstance(value, str)]
     return "\n".join([*written, *(message["content"] for message in messages if "content" in message)])
 
 
@@ -354,12 +408,15 @@ FORMS_BY_NAME = FORMS | {
     RowFormat.unpaired_preference: RowColumns(("prompt", "completion", "label"), ("tools",), _from_unpaired),
     RowFormat.prompt: RowColumns(("prompt",), ("tools",), _from_prompt_alone),
     RowFormat.retrieval: RowColumns(("query", "positive"), NEGATIVES, _from_retrieval),
+    RowFormat.ranking: RowColumns(("query", "positive"), NEGATIVES, _from_ranking),
+    RowFormat.scored_pair: RowColumns(("text_a", "text_b", "score"), (), _from_scored_pair),
+    RowFormat.labelled: RowColumns(("text", "label"), ("text_pair",), _from_labelled),
+    RowFormat.tagged: RowColumns(("tokens", "tags"), (), _from_tagged),
 }
 """All formats that have columns of their own; `auto` tries those of `FORMS` alone."""
 OTHER_NAMES = {
-    RowFormat.retrieval: [
-        RowColumns(needed, NEGATIVES, _from_retrieval) for needed in (("anchor", "positive"), ("query", "pos"))
-    ]
+    format: [RowColumns(needed, NEGATIVES, convert) for needed in (("anchor", "positive"), ("query", "pos"))]
+    for format, convert in ((RowFormat.retrieval, _from_retrieval), (RowFormat.ranking, _from_ranking))
 }
 """The same formats as other libraries name their columns: sentence-transformers, FlagEmbedding."""
 

@@ -596,7 +596,7 @@ def _make_plan(
         mixture=Mixture(phases, lanes=config.lanes),
         packing=config.packing,
         too_long=config.too_long,
-        shape=Shape(config.sequence_length, fill_id),
+        shape=Shape(config.longest_row, fill_id),
         seed=config.seed,
     )
 
@@ -719,7 +719,7 @@ def describe_losses(ledger: Iterable[Records], config: DataConfig) -> str | None
         for status in _LOSSES:
             counts[status] += int((records["fate"] == status).sum())
         begins = (records["fate"] == Status.trained) & (records["first_token"] == 0)
-        num_cut += int((begins & (records["of_tokens"] > config.sequence_length)).sum())
+        num_cut += int((begins & (records["of_tokens"] > config.longest_row)).sum())
     if config.packing is not Packing.none and config.too_long is TooLong.split:
         num_cut = 0
     described = {f"cut to {config.sequence_length:,} tokens": num_cut} | {_LOSSES[one]: n for one, n in counts.items()}

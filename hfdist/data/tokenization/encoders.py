@@ -20,14 +20,17 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from hfdist.apart import do_apart
-from hfdist.config.data import ChatConfig, DataConfig, SourceConfig, SourceKind, TextsConfig, TrainOn
+from hfdist.config.data import LABELLED, ChatConfig, DataConfig, SourceConfig, SourceKind, TextsConfig, TrainOn
+from hfdist.config.plain_values import plain
 from hfdist.data import marks
+from hfdist.data.label_tokens import of_number
 from hfdist.data.marks import Tokens
 from hfdist.data.sources.base import BadRow, ContentError, Shard
 from hfdist.data.sources.formats import split_columns
 from hfdist.data.sources.tokenfile import check_tokenizer
 from hfdist.data.tokenization.chat_encoder import Chat, ChatEncoder
 from hfdist.data.tokenization.chat_template import Message, RefusedError, read_template
+from hfdist.data.tokenization.label_encoder import LabelEncoder
 from hfdist.data.tokenization.text_encoder import Encoder, tokenizer_digest
 from hfdist.errors import ConfigError
 
@@ -45,14 +48,22 @@ def _has_examples(shard: Shard) -> bool:
 class Encoders:
     """Makes tokens of documents and of examples; the tokenizer must have an end-of-text token."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, chat: ChatConfig, texts: TextsConfig | None = None) -> None:
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        chat: ChatConfig,
+        texts: TextsConfig | None = None,
+        labelled: DataConfig | None = None,
+    ) -> None:
         self._tokenizer, self._chat, self._end = tokenizer, chat, tokenizer.eos_token_id
         self._texts = TextsConfig() if texts is None else texts
+        self._labelled = labelled
+        """What says how texts with labels become tokens; None: there are none."""
 
     @classmethod
     def of(cls, tokenizer: PreTrainedTokenizerBase, data: DataConfig) -> Encoders:
         """Make those of a run's data."""
-        return cls(tokenizer, data.chat, data.texts)
+        return cls(tokenizer, data.chat, data.texts, data if data.format in LABELLED else None)
 
     # Made on demand: a copy of a large tokenizer takes tenths of a second, and a start needs little.
 
@@ -65,6 +76,11 @@ class Encoders:
         return ChatEncoder(self._tokenizer, self._chat, self._text)
 
     @cached_property
+    def _with_labels(self) -> LabelEncoder:
+        assert self._labelled is not None  # the format of these rows
+        return LabelEncoder(self._tokenizer, self._labelled)
+
+    @cached_property
     def _text_digest(self) -> str:
         return tokenizer_digest(self._tokenizer)
 
@@ -73,6 +89,8 @@ class Encoders:
         values = [_EXAMPLES, self._text_digest, *_what_renders(self._tokenizer, self._chat)]
         if self._texts != TextsConfig():
             values.append(dataclasses.asdict(self._texts))
+        if self._labelled is not None:
+            values += [plain(self._labelled.labels), self._labelled.sequence_length]
         return hashlib.blake2b(json.dumps(values, sort_keys=True).encode(), digest_size=12).hexdigest()
 
     def digest(self, *, examples: bool) -> str:
@@ -144,8 +162,16 @@ class Encoders:
         ]
 
     def _begin(self, example: Mapping[str, Any]) -> Tokens | Chat:
+        if "ranked" in example:
+            return self._with_labels.rank(example["query"], example["ranked"])
         if "query" in example:
             return self._retrieve(example["query"], example["documents"])
+        if "tags" in example:
+            return self._with_labels.tag(example)
+        if "label" in example:
+            return self._with_labels.label(example)
+        if "score" in example:
+            return self._compare(example["text_a"], example["text_b"], example["score"])
         if "text" in example:
             return self._text.encode([example["text"]])[0]
         if "messages" not in example:
@@ -175,6 +201,12 @@ class Encoders:
             # The first token of a document is no target, and by its targets a text is known.
             raise ContentError("the tokenizer has no token for a text", found=min(texts, key=len)[:_SHOWN_CHARACTERS])
         return reduce(marks.join, map(marks.reject, encoded[1:]), encoded[0])
+
+    def _compare(self, first: str, second: str, score: float) -> Tokens:
+        """Give the tokens of both texts as those of a query and its text, and the score as a third document."""
+        documents = self._retrieve(first, [second])
+        number = np.array([0, *of_number(score)], dtype=np.int32)
+        return marks.join(documents, marks.reject(number))
 
     def _cut(self, tokens: Tokens) -> Tokens:
         most = self._texts.max_tokens

@@ -62,13 +62,14 @@ def write_card(
 
 
 def _metadata(config: RunConfig, is_adapter: bool, record: RunRecord) -> ModelCardData:
-    head = config.task.name.traits.head
+    head, is_ranking = config.task.name.traits.head, config.task.name is TaskName.rerank
+    is_similar = is_ranking or head is Head.none
     base = _hub_id(config.model.name) if config.model.init is Init.pretrained else None
     datasets = [_hub_id(source.path) for source in config.data.sources.values() if source.kind is SourceKind.hub]
     return ModelCardData(
         base_model=base,
-        library_name="peft" if is_adapter else _LIBRARIES.get(head, "transformers"),
-        pipeline_tag=_PIPELINES[head],
+        library_name="peft" if is_adapter else "sentence-transformers" if is_similar else "transformers",
+        pipeline_tag="text-ranking" if is_ranking else _PIPELINES[head],
         tags=["hfdist"] if config.task.name.traits.is_of_next_tokens else ["hfdist", config.task.name.value],
         datasets=[name for name in datasets if name is not None] or None,
         # What is None is left out.
@@ -105,7 +106,7 @@ def _hub_id(name: str | None) -> str | None:
 
 def _describe_start(config: RunConfig, commit: str | None, is_adapter: bool) -> str:
     model = config.model
-    kind = _KINDS[config.task.name.traits.head]
+    kind = "a cross-encoder" if config.task.name is TaskName.rerank else _KINDS[config.task.name.traits.head]
     what = f"An adapter of {kind}" if is_adapter else kind[0].upper() + kind[1:]
     parts = " and ".join(part.value for part in config.adapter.target_parts or ())
     beside = f", by {config.adapter.type} beside its {parts}" if parts else ""
@@ -173,19 +174,27 @@ def public_values(value: object) -> Any:
     return re.sub(r"\w+://\S+", lambda found: redact(found[0]), value) if isinstance(value, str) else value
 
 
-_KINDS = {Head.tokens: "a causal language model", Head.score: "a reward model", Head.none: "an embedding model"}
+_KINDS = {
+    Head.tokens: "a causal language model",
+    Head.score: "a reward model",
+    Head.none: "an embedding model",
+    Head.labels: "a classifier of texts",
+    Head.token_labels: "a classifier of words",
+}
 _PIPELINES = {
     Head.tokens: "text-generation",
     Head.score: "text-classification",
+    Head.labels: "text-classification",
+    Head.token_labels: "token-classification",
     Head.none: "sentence-similarity",
 }
-_LIBRARIES = {Head.none: "sentence-transformers"}
-"""What opens the folder, where it is not transformers alone."""
 _FIGURES = (
-    ("accuracy", ("rewards/accuracies", "accuracies"), "{:.1%}"),
+    ("accuracy", ("rewards/accuracies", "accuracies", "accuracy"), "{:.1%}"),
     ("margin", ("rewards/margins", "margins"), "{:.4f}"),
     ("recall@1", ("recall_at_1",), "{:.1%}"),
     ("MRR", ("mrr",), "{:.4f}"),
+    ("rank correlation", ("spearman",), "{:.4f}"),
+    ("F1", ("f1",), "{:.4f}"),
     ("reward", ("reward",), "{:.4f}"),
     ("tokens of an answer", ("completion_tokens",), "{:.1f}"),
 )

@@ -20,7 +20,7 @@ from hfdist.checkpoint.piece import Piece
 from hfdist.errors import CheckpointError, ConfigError, first_line
 from hfdist.models.adapter import NAME
 from hfdist.models.cache_use import set_use_cache
-from hfdist.models.probing import scores_sequences
+from hfdist.models.embeddings import scores_sequences
 
 logger = logging.getLogger(__name__)
 

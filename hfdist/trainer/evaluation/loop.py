@@ -37,6 +37,9 @@ _TOLD = (
     ("margins", "margin", "{:.4f}"),
     ("recall_at_1", "recall@1", "{:.1%}"),
     ("mrr", "MRR", "{:.4f}"),
+    ("spearman", "rank correlation", "{:.4f}"),
+    ("accuracy", "accuracy", "{:.1%}"),
+    ("f1", "F1", "{:.4f}"),
 )
 """Figures that are told, if there are any: end of the name, words, format."""
 

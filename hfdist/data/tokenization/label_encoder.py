@@ -1,0 +1,118 @@
+"""Texts with labels to tokens, as the tokenizer itself puts a text or a pair together for its model."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+from transformers import BatchEncoding, PreTrainedTokenizerBase
+
+from hfdist.config.data import DataConfig, ProblemType
+from hfdist.data import label_tokens
+from hfdist.data.marks import Tokens
+from hfdist.data.sources.base import ContentError
+from hfdist.errors import ConfigError
+
+_SHOWN_LABELS = 20
+_SEGMENTS = "token_type_ids"
+
+
+class LabelEncoder:
+    """Encodes `labelled`, `tagged` and `ranking` rows; texts are cut at `data.texts.max_tokens` and at a sequence.
+
+    Args:
+        tokenizer: a fast one for `tagged` rows.
+        data: with the names of the labels, and what they are.
+    """
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, data: DataConfig) -> None:
+        self._tokenizer, self._texts = tokenizer, data.texts
+        self._most = min(data.sequence_length, data.texts.max_tokens or data.sequence_length)
+        self._problem = data.labels.problem_type
+        self._names = data.labels.names
+        self._numbers = {name: number for number, name in enumerate(data.labels.names)}
+
+    def label(self, example: Mapping[str, Any]) -> Tokens:
+        """Give the tokens of a text or a pair, then those of its label; ContentError: the label is not one of these."""
+        own = example["label"]
+        encoded = self._encode(example["text"], example.get("text_pair"))
+        if self._problem is ProblemType.regression:
+            if not isinstance(own, int | float):
+                raise ContentError("this label is no number", found=repr(own), allowed="a number")
+            return self._join(encoded, label_tokens.of_number(own))
+        is_list = isinstance(own, list)
+        if is_list != (self._problem is ProblemType.multi_label_classification):
+            allowed = "one label" if is_list else "a list of labels"
+            raise ContentError(
+                f"a row has {allowed}, as data.labels.problem_type says", found=repr(own), allowed=allowed
+            )
+        numbers = [self._number(one) for one in (own if is_list else [own])]
+        return self._join(encoded, label_tokens.of_classes(numbers, self._problem))
+
+    def tag(self, example: Mapping[str, Any]) -> Tokens:
+        """Give the tokens of words, then a tag for each: that of its word at the first token of a word."""
+        words, tags = example["tokens"], example["tags"]
+        encoded = self._encode(words)
+        numbers: list[int | None] = []
+        before = None
+        for word in encoded.word_ids():
+            is_first = word is not None and word != before
+            numbers.append(self._number(tags[word]) if is_first and tags[word] is not None else None)
+            before = word
+        return self._join(encoded, label_tokens.of_tags(numbers))
+
+    def rank(self, query: str, documents: Sequence[str]) -> Tokens:
+        """Give the query with each document as a pair, then 1 for the first and 0 for the others."""
+        texts = self._texts
+        pairs = (self._encode(texts.query_prompt + query, texts.document_prompt + text) for text in documents)
+        return np.concatenate([self._join(pair, [int(number == 0)]) for number, pair in enumerate(pairs)])
+
+    def _encode(self, text: str | list[str], pair: str | None = None) -> BatchEncoding:
+        if isinstance(text, list) and not self._tokenizer.is_fast:
+            what = "the tokenizer cannot say which token is of which word: it is not a fast one"
+            found = type(self._tokenizer).__name__
+            raise ConfigError(what, where="model.tokenizer.name", found=found, allowed="a fast tokenizer")
+        try:
+            encoded: BatchEncoding = self._tokenizer(
+                text,
+                pair,
+                is_split_into_words=isinstance(text, list),
+                truncation=True,
+                max_length=self._most,
+                verbose=False,
+                # A text that is a special token must not forge the end of another one.
+                split_special_tokens=True,
+            )
+        except (AssertionError, ValueError) as error:
+            what = f"the tokenizer does not take these texts: {error}"
+            hint = "a tokenizer with add_prefix_space=true" if isinstance(text, list) else "another tokenizer"
+            raise ConfigError(
+                what, where="model.tokenizer.name", found=type(self._tokenizer).__name__, hint=hint
+            ) from error
+        return encoded
+
+    def _join(self, encoded: BatchEncoding, labels: label_tokens.LabelTokens) -> Tokens:
+        ids, segments = encoded["input_ids"], encoded.get(_SEGMENTS)
+        if not ids:
+            raise ContentError("the tokenizer has no token for a text")
+        if segments is not None and not set(segments) <= {0, 1}:
+            what = "the tokenizer gives segments other than those of a pair"
+            found = f"{sorted(set(segments))} of {type(self._tokenizer).__name__}"
+            raise ConfigError(what, where="model.tokenizer.name", found=found, allowed="0 and 1")
+        return label_tokens.with_labels(ids, segments, labels)
+
+    def _number(self, label: str | float) -> int:
+        """Give the number of a label: of a name, or of a number below that of all."""
+        number = self._numbers.get(label) if isinstance(label, str) else None
+        if isinstance(label, int) and 0 <= label < len(self._names):
+            number = label
+        if number is None:
+            shown = [*self._names[:_SHOWN_LABELS], *(["..."] if len(self._names) > _SHOWN_LABELS else [])]
+            raise ContentError(
+                "the model has no such label",
+                found=repr(label),
+                allowed=f"{', '.join(shown)}; or 0 to {len(self._names) - 1}",
+                hint="data.labels.names=[...] with all labels",
+            )
+        return number

@@ -1,0 +1,23 @@
+"""The labels in a model's config: how many, their names, and what they are."""
+
+from __future__ import annotations
+
+from transformers import PreTrainedConfig
+
+from hfdist.config.data import LabelsConfig, ProblemType
+
+
+def set_labels(architecture: PreTrainedConfig, labels: LabelsConfig) -> None:
+    """Let a model give a number for each label, or one number; in place.
+
+    Args:
+        architecture: from `find_architecture`.
+        labels: from `find_labels`; without names: one number.
+    """
+    if not labels.names or labels.problem_type is ProblemType.regression:
+        architecture.num_labels = 1
+    else:
+        architecture.id2label = dict(enumerate(labels.names))
+        architecture.label2id = {name: number for number, name in enumerate(labels.names)}
+    is_told = labels.problem_type is not ProblemType.auto
+    architecture.problem_type = labels.problem_type.value if is_told else None

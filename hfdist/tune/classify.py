@@ -1,0 +1,140 @@
+"""Labels of texts, or of their words: the loss of transformers' own classes, divided by the global batch's items.
+
+A model reads each text in a row of its own, so its class's forward says all that is before the loss: pooling, dropout,
+and which token's state a decoder takes.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+from pathlib import Path
+from typing import cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy, mse_loss
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from hfdist.config.batch import IGNORED
+from hfdist.config.data import LabelsConfig, ProblemType
+from hfdist.data.label_tokens import to_classes, to_tags
+from hfdist.models.positions import padding_id
+from hfdist.strategies.engine import Batch
+from hfdist.trainer.step.objective import Objective
+from hfdist.trainer.training import Training
+from hfdist.tune.labelled_texts import IDS, LABELS, MASK, SEGMENTS, have_labels, take_apart
+
+_TYPES = "token_type_ids"
+
+
+class TextsWithLabels(Objective):
+    """What objectives over texts with labels share: how a model reads them."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        super().__init__()
+        self._tells_segments = _TYPES in tokenizer.model_input_names
+
+    def begin(self, training: Training) -> None:
+        """See `Objective.begin`."""
+        super().begin(training)
+        model = cast(PreTrainedModel, training.model)
+        self._padding = padding_id(model) or 0
+        self._tells_segments = self._tells_segments and _TYPES in inspect.signature(model.forward).parameters
+
+    def write_files(self, folder: Path) -> None:
+        """Keep the padding that the model was trained with in its config, where decoders look for the end of a text."""
+        path = folder / "config.json"
+        if path.is_file():
+            values = json.loads(path.read_text(encoding="utf-8")) | {"pad_token_id": self._padding}
+            path.write_text(json.dumps(values, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+
+    def prepare(self, batch: Batch) -> Batch:
+        """Take the texts of rows apart, unless they are: items are counted before."""
+        return batch if IDS in batch else take_apart(batch, self._padding)
+
+    def read(self, model: nn.Module, batch: Batch) -> torch.Tensor:
+        """Give the model's numbers for each text; shape [rows, texts, ...], float32."""
+        ids = batch[IDS]
+        inputs = {"input_ids": ids.flatten(0, 1), "attention_mask": batch[MASK].flatten(0, 1)}
+        if self._tells_segments:
+            inputs[_TYPES] = batch[SEGMENTS].flatten(0, 1)
+        logits: torch.Tensor = model(**inputs)[0]
+        return logits.float().view(*ids.shape[:2], *logits.shape[1:])
+
+
+class Classification(TextsWithLabels):
+    """Labels of texts. An item is a text."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, labels: LabelsConfig) -> None:
+        super().__init__(tokenizer)
+        self._problem, self._num_labels = labels.problem_type, len(labels.names)
+        self._counts: dict[bool, torch.Tensor] = {}
+        """Items that have a label and were given it, that were given it, and that have it, of each label, by whether
+        the model trains; shape [3, labels]."""
+        self.names = () if self._problem is ProblemType.regression else ("accuracy",)
+
+    def count(self, batch: Batch) -> torch.Tensor:
+        """Count the texts."""
+        return have_labels(self.prepare(batch)).sum()
+
+    def loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
+        """Sum the losses of the texts."""
+        is_item = have_labels(batch)
+        logits = self.read(model, batch)[is_item]
+        targets = to_classes(batch[LABELS][is_item], self._problem, self._num_labels)
+        match self._problem:
+            case ProblemType.regression:
+                return mse_loss(logits.squeeze(-1), targets, reduction="sum")
+            case ProblemType.multi_label_classification:
+                self._note_labels(logits > 0, targets > 0)
+                # Of each text the mean over labels, as the class has it.
+                return binary_cross_entropy_with_logits(logits, targets, reduction="none").mean(-1).sum()
+            case _:
+                return self._of_one_label(logits, targets)
+
+    def _of_one_label(self, logits: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        """Sum the cross entropies of items; `logits` has shape [items, labels], `targets` [items]."""
+        labels = torch.arange(self._num_labels, device=targets.device)
+        self._note_labels(logits.argmax(-1, keepdim=True) == labels, targets[:, None] == labels)
+        return cross_entropy(logits, targets, reduction="sum")
+
+    def _note_labels(self, given: torch.Tensor, wanted: torch.Tensor) -> None:
+        """Take which labels items were given, and which they have; shape [items, labels]."""
+        is_right = (given == wanted).all(-1)
+        self._note(torch.ones_like(is_right), {"accuracy": is_right.float()})
+        counts = torch.stack([(given & wanted).sum(0), given.sum(0), wanted.sum(0)]).double()
+        trains = bool(self._training.model.training)
+        self._counts[trains] = self._counts.get(trains, 0) + counts
+
+    def figures(self, *, trains: bool) -> dict[str, float]:
+        """Give the accuracy, and the mean of the F1 scores of all labels that occur. A collective."""
+        figures = super().figures(trains=trains)
+        if self._problem is ProblemType.regression:
+            return figures
+        nothing = torch.zeros(3, self._num_labels, dtype=torch.float64, device=self._training.args.device)
+        counts = self._counts.pop(trains, nothing)
+        if dist.is_initialized():
+            dist.all_reduce(counts)
+        right, given, wanted = counts
+        occurs = given + wanted > 0
+        return figures | ({"f1": float((2 * right / (given + wanted))[occurs].mean())} if bool(occurs.any()) else {})
+
+
+class TokenClassification(Classification):
+    """Labels of words. An item is a word: its first token stands for it."""
+
+    def count(self, batch: Batch) -> torch.Tensor:
+        """Count the words that have a label."""
+        return (self._tags(self.prepare(batch)) != IGNORED).sum()
+
+    def loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
+        """Sum the losses of the words."""
+        tags = self._tags(batch)
+        is_item = tags != IGNORED
+        return self._of_one_label(self.read(model, batch)[is_item], tags[is_item])
+
+    def _tags(self, batch: Batch) -> torch.Tensor:
+        """Give the tag of each token, IGNORED where it has none; shape [rows, texts, tokens]."""
+        return torch.where(have_labels(batch)[..., None], to_tags(batch[LABELS]), IGNORED)
