@@ -51,7 +51,8 @@ class RowFormat(Enum):
 
     Of `hfdist tune`: `preference`: `chosen` and `rejected`, with or without `prompt`; `unpaired_preference`: `prompt`,
     `completion` and `label` (true or false); `prompt`: a prompt alone; all as text or as messages. `retrieval`: `query`
-    (or `anchor`), `positive` and, if there are any, negatives.
+    (or `anchor`), `positive` and, if there are any, negatives; `source_target`: `source` and `target` (or `prompt` and
+    `completion`), both text.
     """
 
     text = "text"
@@ -64,6 +65,7 @@ class RowFormat(Enum):
     prompt_completion = "prompt_completion"
     prompt = "prompt"
     retrieval = "retrieval"
+    source_target = "source_target"
 
 
 NEGATIVES = ("negative", *(f"negative_{number}" for number in range(1, 17)), "negatives", "neg")
@@ -81,6 +83,7 @@ COLUMNS = _TOLD_APART | {
     RowFormat.unpaired_preference: ("prompt", "completion", "label", "tools"),
     RowFormat.prompt: ("prompt", "tools"),
     RowFormat.retrieval: ("query", "anchor", "positive", "pos", *NEGATIVES),
+    RowFormat.source_target: ("source", "target", "prompt", "completion"),
 }
 """Columns that each format reads, if they are there."""
 
@@ -233,6 +236,22 @@ class TextsConfig:
 
 
 @dataclass(kw_only=True)
+class PairsConfig:
+    """How the texts of `source_target` rows become tokens."""
+
+    source_prompt: str = ""
+    """What is put before each source, such as "summarize: "."""
+    source_language: str | None = None
+    """Language of the sources, as the tokenizer names it (en_XX, eng_Latn); null: the tokenizer's own."""
+    target_language: str | None = None
+    """Language of the targets, as the tokenizer names it; null: the tokenizer's own."""
+    max_source_tokens: int | None = limited(None, at_least=1)
+    """Most tokens of a source, with its special ones; longer ones lose their end. null: they are not cut."""
+    max_target_tokens: int | None = limited(None, at_least=1)
+    """Most tokens of a target, with its special ones; longer ones lose their end. null: they are not cut."""
+
+
+@dataclass(kw_only=True)
 class DataConfig:
     """The token stream."""
 
@@ -265,6 +284,8 @@ class DataConfig:
     """How conversations become tokens and targets."""
     texts: TextsConfig = field(default_factory=TextsConfig)
     """How the texts of `retrieval` rows become tokens."""
+    pairs: PairsConfig = field(default_factory=PairsConfig)
+    """How the texts of `source_target` rows become tokens."""
     seed: int = limited(0, at_least=0)
     """Seed of the order of the documents."""
     lanes: int = limited(48, at_least=1)
@@ -303,6 +324,12 @@ class DataConfig:
     """Bytes of remote files that a machine keeps."""
     token_cache_bytes: int = limited(100 * 2**30, at_least=0)
     """Bytes of tokens that a machine keeps for the next epoch and run; 0: none."""
+
+    @property
+    def longest_side(self) -> int:
+        """Most tokens of a source, or of a target."""
+        limits = (self.pairs.max_source_tokens, self.pairs.max_target_tokens)
+        return max(min(self.sequence_length, self.sequence_length if most is None else most) for most in limits)
 
     @property
     def all_sources(self) -> dict[str, SourceConfig]:

@@ -1,4 +1,4 @@
-"""`task.*`: what is trained: next tokens, a teacher's, preferences, a reward, a policy by its rewards, embeddings."""
+"""`task.*`: what is trained: next tokens, targets of sources, preferences, a reward, a policy, embeddings."""
 
 from __future__ import annotations
 
@@ -44,9 +44,14 @@ class TaskLoss(Enum):
 
 
 class Head(Enum):
-    """What a model gives at its end: a distribution of the next token, one score, or its hidden states themselves."""
+    """What a model gives at its end.
+
+    `tokens`: a distribution of the next token; `targets`: that of the next token of a target, of which an encoder has
+    read the source; `score`: one score; `none`: its hidden states themselves.
+    """
 
     tokens = "tokens"
+    targets = "targets"
     score = "score"
     none = "none"
 
@@ -76,7 +81,8 @@ class TaskName(Enum):
     `causal_lm`: the next token; `dpo`: pairs of answers, directly; `cpo`: the same, without a reference; `kto`: answers
     that were liked or not; `reward`: a model that scores answers, from pairs; `grpo`, `rloo`: its own answers to
     prompts, by their rewards; `online_dpo`: pairs of these; `distill`: what a teacher predicts for each next token;
-    `embed`: embeddings of texts, by which a query finds the text that belongs to it.
+    `embed`: embeddings of texts, by which a query finds the text that belongs to it; `seq2seq`: the target that an
+    encoder-decoder writes of a source.
     """
 
     causal_lm = "causal_lm"
@@ -89,6 +95,7 @@ class TaskName(Enum):
     online_dpo = "online_dpo"
     distill = "distill"
     embed = "embed"
+    seq2seq = "seq2seq"
 
     @property
     def traits(self) -> Traits:
@@ -120,6 +127,8 @@ class Traits:
     """Whether its rows are compared with the model that it begins with."""
     is_of_next_tokens: bool = False
     """Whether it trains the next tokens of texts, so that its loss has a perplexity."""
+    is_of_pairs: bool = False
+    """Whether an encoder reads a source and a decoder writes its target, so that a row stands by itself."""
     is_planned: bool = False
     """Whether a plan covers a whole run: plans leave out rollouts, and know only models of tokens."""
     is_reinforcement: bool = False
@@ -133,8 +142,8 @@ class Traits:
 
     @property
     def writes_text(self) -> bool:
-        """Whether the model predicts tokens, so that it can be sampled, and a plan knows it."""
-        return self.head is Head.tokens
+        """Whether the model predicts tokens one after the other, so that it can be sampled."""
+        return self.head in (Head.tokens, Head.targets)
 
 
 _OF_PAIRS = ("loss", "beta", "label_smoothing", "margin", "nll_weight")
@@ -311,6 +320,17 @@ TRAITS = {
         losses=(TaskLoss.infonce, TaskLoss.infonce_both, TaskLoss.triplet),
         head=Head.none,
     ),
+    TaskName.seq2seq: Traits(
+        trainer="Seq2SeqTrainer",
+        peer="transformers",
+        learning_rate=5e-5,
+        loss_unit="nats a target token",
+        unit="row",
+        method="as an encoder-decoder, which writes the target of a source",
+        row_format=RowFormat.source_target,
+        is_of_pairs=True,
+        head=Head.targets,
+    ),
 }
 """Each task's: a task is a member of `TaskName` and its entry here."""
 
@@ -332,7 +352,8 @@ class TaskConfig:
     """What is trained, and how strictly."""
 
     name: TaskName = TaskName.causal_lm
-    """What is learned: causal_lm | dpo | cpo | kto | reward | grpo | rloo | online_dpo | distill | embed."""
+    """What is learned: causal_lm | dpo | cpo | kto | reward | grpo | rloo | online_dpo | distill | embed |
+    seq2seq."""
     loss: TaskLoss = TaskLoss.sigmoid
     """dpo, online_dpo: sigmoid | sigmoid_norm | robust | exo_pair | hinge | ipo | nca_pair | bco_pair | sppo_hard |
     discopop | apo_zero | apo_down; cpo: sigmoid | hinge | ipo | simpo | orpo; kto: kto | apo_zero_unpaired;

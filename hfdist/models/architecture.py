@@ -17,6 +17,7 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, PreTrainedConfig
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
 )
 
@@ -30,6 +31,17 @@ from hfdist.models.build import make_without_values
 from hfdist.models.cache_use import set_use_cache
 from hfdist.models.hub_client import reading_from_hub
 
+_LANGUAGE: Mapping[Head, tuple[Mapping[str, Any], str, str, str]] = {
+    Head.targets: (
+        MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+        "encoder-decoder",
+        "AutoModelForSeq2SeqLM",
+        "t5, bart, marian",
+    )
+}
+"""Types of models by what they give at their end: their classes, what they are called, transformers' class, examples."""
+_CAUSAL = (MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, "causal language model", "AutoModelForCausalLM", "llama, gpt2, qwen3")
+"""Those of all others, whose body reads tokens from left to right."""
 _LARGE_CONFIG = 1 << 20
 """Bytes; those of models have some thousands."""
 _MOST_HEADS = 256
@@ -47,14 +59,15 @@ def find_architecture(config: ModelConfig, *, sequence_length: int, head: Head =
     """
     if config.name is not None and not config.trust_remote_code:
         _try(config, head)
-    architecture = _named(config) if config.name is not None else _of_type(config)
-    if architecture.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and not config.trust_remote_code:
+    architecture = _named(config) if config.name is not None else _of_type(config, head)
+    types, kind, class_name, _ = _LANGUAGE.get(head, _CAUSAL)
+    if architecture.model_type not in types and not config.trust_remote_code:
         raise ConfigError(
-            "transformers has no causal language model of this type",
+            f"transformers has no {kind} of this type",
             where="model.name" if config.name else "model.type",
             found=architecture.model_type,
-            allowed="a type with an AutoModelForCausalLM class",
-            hint="another model.name, of a model that writes text" if config.name else None,
+            allowed=f"a type with an {class_name} class",
+            hint=_other_task(architecture.model_type, head) if config.name else None,
         )
     if head is Head.score:
         if architecture.model_type not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES:
@@ -71,14 +84,20 @@ def find_architecture(config: ModelConfig, *, sequence_length: int, head: Head =
     return architecture
 
 
-def check_fields(config: ModelConfig) -> None:
+def _other_task(kind: str, head: Head) -> str:
+    if head is Head.tokens and kind in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES:
+        return "hfdist tune task=seq2seq, which trains encoder-decoders; or another model.name"
+    return "another model.name, of a model that writes text"
+
+
+def check_fields(config: ModelConfig, *, head: Head = Head.tokens) -> None:
     """Check `model.type` and `model.config` of a new architecture; that of a name is elsewhere, and found later.
 
     Raises:
         ConfigError: as of `find_architecture`.
     """
     if config.name is None:
-        _of_type(config)
+        _of_type(config, head)
 
 
 def count_heads(architecture: PreTrainedConfig) -> Iterator[tuple[str, int]]:
@@ -93,16 +112,16 @@ def _try(config: ModelConfig, head: Head) -> None:
 
     Numbers in the config of somebody else may ask for more layers than any machine can make.
     """
-    file = expand_user(str(config.name)) / "config.json"
+    file, (types, *_) = expand_user(str(config.name)) / "config.json", _LANGUAGE.get(head, _CAUSAL)
     with contextlib.suppress(OSError, ValueError, RecursionError, AttributeError, TypeError):
         if file.stat().st_size < _LARGE_CONFIG:
             # So that the fork has it: the import is most of the time.
             kind = json.loads(file.read_bytes()).get("model_type")
-            getattr(transformers, str(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(kind)))
+            getattr(transformers, str(types.get(kind)))
 
     def make() -> None:
         architecture = _named(config)
-        if architecture.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        if architecture.model_type in types:
             with torch.device("meta"):
                 make_without_values(config, architecture, head=head)
 
@@ -125,16 +144,17 @@ def _named(config: ModelConfig) -> PreTrainedConfig:
     return architecture
 
 
-def _of_type(config: ModelConfig) -> PreTrainedConfig:
+def _of_type(config: ModelConfig, head: Head) -> PreTrainedConfig:
     """A new config of one of transformers' types."""
     kind = config.type or ""
-    if kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+    types, called, _, examples = _LANGUAGE.get(head, _CAUSAL)
+    if kind not in types:
         raise ConfigError(
-            "transformers knows no causal language model of this type",
+            f"transformers knows no {called} of this type",
             where="model.type",
             found=kind,
-            allowed=f"one of {len(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)} types, such as llama, gpt2, qwen3",
-            hint=nearest(kind, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, "model.type={}"),
+            allowed=f"one of {len(types)} types, such as {examples}",
+            hint=nearest(kind, types, "model.type={}"),
         )
     _check_fields(AutoConfig.for_model(kind), config.config)
     # Made with the fields, not changed afterwards: some follow from others, as the head's size from the width.

@@ -14,6 +14,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
     MODEL_MAPPING,
 )
@@ -45,6 +46,7 @@ _NOTED = "varlen_noted"
 _NOT_REPLACEABLE = "the model has no attention that transformers lets us replace"
 _CLASSES: Mapping[Head, Any] = {
     Head.tokens: MODEL_FOR_CAUSAL_LM_MAPPING,
+    Head.targets: MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
     Head.score: MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
     Head.none: MODEL_MAPPING,
 }

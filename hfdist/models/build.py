@@ -13,6 +13,7 @@ from torch import nn
 from transformers import (
     AutoModel,
     AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
     AutoModelForSequenceClassification,
     PreTrainedConfig,
     PreTrainedModel,
@@ -138,7 +139,11 @@ def make_without_values(
 
 def auto_class(head: Head) -> Any:
     """Give transformers' class of models that end so."""
-    classes = {Head.score: AutoModelForSequenceClassification, Head.none: AutoModel}
+    classes = {
+        Head.targets: AutoModelForSeq2SeqLM,
+        Head.score: AutoModelForSequenceClassification,
+        Head.none: AutoModel,
+    }
     return classes.get(head, AutoModelForCausalLM)
 
 

@@ -11,6 +11,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from hfdist.config.data import Packing
 from hfdist.config.run import RunConfig
+from hfdist.config.task import Head
 from hfdist.config.train import Precision
 from hfdist.data import TokenStream
 from hfdist.errors import ConfigError
@@ -23,6 +24,7 @@ from hfdist.models.positions import counts_from_zero
 from hfdist.models.probing import class_keeps_documents_apart
 from hfdist.models.recompute import checkpoint_blocks
 from hfdist.models.resolve import resolve_model
+from hfdist.models.target_loss import check_target_loss
 from hfdist.run.data import make_cache
 from hfdist.strategies.base import Strategy
 from hfdist.strategies.select import device_type_here
@@ -47,11 +49,14 @@ def find_model(config: RunConfig) -> FoundModel:
     """See `Run.find_model`."""
     start = resolve_model(config.model, cache_dir=make_cache(config))
     head = config.task.name.traits.head
-    architecture = find_architecture(start.model, sequence_length=config.data.sequence_length, head=head)
+    longest = config.data.longest_side if head is Head.targets else config.data.sequence_length
+    architecture = find_architecture(start.model, sequence_length=longest, head=head)
     try_adapter(start.model, architecture, config.adapter, head=head)
     if config.task.reward_model is not None:
         check_reward_model(config.task.reward_model)
     check_sizes(config.task, architecture)
+    if head is Head.targets:
+        check_target_loss(start.model, architecture)
     found = replace(config, model=start.model)
     why_together = choose_attention(found, architecture, device_type_here())
     return FoundModel(found, architecture, start.fetch_weights, why_together)

@@ -27,6 +27,7 @@ from hfdist.tune.reference import ReferenceTable
 from hfdist.tune.reward import RewardPairs
 from hfdist.tune.rollout import Rollouts
 from hfdist.tune.rollout_lines import RolloutLines
+from hfdist.tune.seq2seq import SequenceToSequence
 from hfdist.tune.student_answers import StudentAnswers
 from hfdist.tune.teacher import Teacher
 from hfdist.tune.unpaired import KahnemanTversky
@@ -53,6 +54,8 @@ def make_objective(
             return RewardPairs()
         case TaskName.embed:
             return Embeddings(task, config.data.texts, tokenizer)
+        case TaskName.seq2seq:
+            return SequenceToSequence(fill_token(tokenizer))
         case TaskName.distill:
             teacher = Teacher(task, layout=strategy, arguments=arguments)
             if task.teacher_top_k is not None:

@@ -7,13 +7,16 @@ import json
 import re
 from functools import reduce
 
-from hfdist.config.data import Packing, RowFormat, TextsConfig, TooLong, TrainOn
+from hfdist.config.data import Packing, PairsConfig, RowFormat, TextsConfig, TooLong, TrainOn
 from hfdist.config.plain_values import override_value, plain
 from hfdist.config.run import RunConfig
 from hfdist.config.task import ENVIRONMENT, PRESETS, REWARD_MODEL, SCORE, TaskConfig, TaskLoss, TaskName
 from hfdist.errors import ConfigError
 
-_OF_TASKS = (RowFormat.preference, RowFormat.unpaired_preference, RowFormat.prompt, RowFormat.retrieval)
+_OF_TASKS = (
+    *(RowFormat.preference, RowFormat.unpaired_preference, RowFormat.prompt, RowFormat.retrieval),
+    RowFormat.source_target,
+)
 _WITH_REFERENCE = ("arithmetic", "code", "code_without_landlock")
 """Rewards that compare an answer with the data's."""
 _OF_REFERENCE = ("code", "guess", "reasoning_gym")
@@ -37,15 +40,21 @@ def check_task(config: RunConfig) -> None:
         error = _misfit(config, "task.ref_model_mixup_alpha", f"{alpha:g}", "the reference stays as it is")
         error.hint = f"task.ref_model_sync_steps=512, or {error.hint}"
         raise error
-    if data.texts != TextsConfig() and task.name is not TaskName.embed:
-        changed = next(f.name for f in dataclasses.fields(TextsConfig) if getattr(data.texts, f.name) != f.default)
-        default = json.dumps(getattr(TextsConfig(), changed))
-        raise _misfit(config, f"data.texts.{changed}", default, "only rows for embeddings are such texts")
+    for section, own, default, is_used in (
+        ("texts", data.texts, TextsConfig(), task.name is TaskName.embed),
+        ("pairs", data.pairs, PairsConfig(), task.name is TaskName.seq2seq),
+    ):
+        changed = [f.name for f in dataclasses.fields(own) if getattr(own, f.name) != getattr(default, f.name)]
+        if changed and not is_used:
+            allowed = json.dumps(getattr(default, changed[0]))
+            raise _misfit(config, f"data.{section}.{changed[0]}", allowed, "the task has no such rows")
     if data.keep_columns and not task.name.traits.is_reinforcement:
         raise _misfit(config, "data.keep_columns", "false", "rewards alone read the other columns")
     if task.name is TaskName.causal_lm:
         return
-    if not task.name.traits.has_teacher:
+    if task.name.traits.is_of_pairs:
+        _check_encoder_decoder(config)
+    elif not task.name.traits.has_teacher:
         _check_answers(config)
         _check_loss(config)
     if config.strategy.context > 1:
@@ -76,6 +85,26 @@ def _check_answers(config: RunConfig) -> None:
         raise _misfit(config, "data.too_long", "drop", "prompts and answers must stay whole")
     if data.chat.train_on is TrainOn.all:
         raise _misfit(config, "data.chat.train_on", "assistant", "it must be known where an answer begins")
+
+
+def _check_encoder_decoder(config: RunConfig) -> None:
+    """Refuse layouts that part one stack of blocks, and what would cut or join rows."""
+    data, strategy = config.data, config.strategy
+    for key in ("pipeline", "tensor", "expert"):
+        if getattr(strategy, key) > 1:
+            why = f"an encoder-decoder has two stacks of blocks, and strategy.{key} parts one"
+            error = _misfit(config, f"strategy.{key}", "1", why)
+            error.hint = "strategy=zero3 or strategy=fsdp2, which part any model"
+            raise error
+    if data.packing is not Packing.none:
+        why = "relative positions and the attention to sources know no borders, so that a row stands by itself"
+        raise _misfit(config, "data.packing", "none", why)
+    if data.too_long is not TooLong.drop:
+        error = _misfit(config, "data.too_long", "drop", "sources and targets must stay whole")
+        error.hint = f"{error.hint}; data.pairs.max_source_tokens and max_target_tokens cut them"
+        raise error
+    if config.evaluate.lm_eval:
+        raise _misfit(config, "evaluate.lm_eval", "[]", "the harness asks for the next tokens of a text")
 
 
 def _check_loss(config: RunConfig) -> None:

@@ -19,9 +19,10 @@ from hfdist.data.documents.nothing_held_out import HeldOutCounts, explain_nothin
 from hfdist.data.documents.token_reader import Documents, open_token_cache
 from hfdist.data.order.lane_state import Place
 from hfdist.data.order.records import numbers_of
+from hfdist.data.packing import windows
 from hfdist.data.packing.concat import concat
-from hfdist.data.packing.sequence import IGNORED, LABELS, NAMES, Sequence, Shape
-from hfdist.data.packing.windows import RULE, best_fit
+from hfdist.data.packing.sequence import IGNORED, LABELS, NAMES, POSITION_IDS, Sequence, Shape
+from hfdist.data.packing.windows import RULE
 from hfdist.data.tokenization.encoders import Encoders, check_token_sources
 
 _FORMAT = 4
@@ -58,11 +59,13 @@ class HeldOutSources(ConcatDataset[dict[str, torch.Tensor]]):
         """Held-out sets by the names of their sources."""
 
 
-def build_held_out(corpus: Corpus, tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> HeldOut | None:
+def build_held_out(
+    corpus: Corpus, tokenizer: PreTrainedTokenizerBase, config: DataConfig, *, one_each: bool = False
+) -> HeldOut | None:
     """Pack held-out documents into at most `data.eval_sequences` sequences; None where `data.eval_fraction` is 0.
 
     Text goes end to end, whatever `data.packing` is for training, without a last sequence that does not fill up (unless
-    all documents are held out); examples stay whole.
+    all documents are held out); examples stay whole. With `one_each` a sequence is one document, filled up.
 
     Raises:
         DataError: the held-out documents do not fill one sequence.
@@ -74,14 +77,18 @@ def build_held_out(corpus: Corpus, tokenizer: PreTrainedTokenizerBase, config: D
         settings.append(RULE)
     if config.keep_columns and corpus.has_examples:
         settings.append("documents")
+    if one_each:
+        settings.append("one each")
     tokens = Encoders.of(tokenizer, config).digest(examples=corpus.has_examples)
     key = digest_of([_FORMAT, corpus.local_fingerprint, tokens, *settings])
     path = cache_dir(config) / "held_out" / f"{key}.npy"
-    return HeldOut(cached_array(path, lambda: _pack(corpus, tokenizer, config)), corpus)
+    return HeldOut(cached_array(path, lambda: _pack(corpus, tokenizer, config, one_each)), corpus)
 
 
-def open_held_out_sources(tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> HeldOutSources:
-    """Open and pack `data.eval_sources`.
+def open_held_out_sources(
+    tokenizer: PreTrainedTokenizerBase, config: DataConfig, *, one_each: bool = False
+) -> HeldOutSources:
+    """Open and pack `data.eval_sources`; `one_each` as of `build_held_out`.
 
     Raises:
         ConfigError, DataError: one is missing, unreadable or empty.
@@ -92,13 +99,16 @@ def open_held_out_sources(tokenizer: PreTrainedTokenizerBase, config: DataConfig
         alone = replace(
             config, sources={name: source}, eval_sources={}, eval_fraction=1.0, anneal=[], quarantine=[], lanes=1
         )
-        held_out = build_held_out(open_corpus(alone, section="data.eval_sources"), tokenizer, alone)
+        corpus = open_corpus(alone, section="data.eval_sources")
+        held_out = build_held_out(corpus, tokenizer, alone, one_each=one_each)
         assert held_out is not None
         parts[name] = held_out
     return HeldOutSources(parts)
 
 
-def _pack(corpus: Corpus, tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> NDArray[np.int32]:
+def _pack(
+    corpus: Corpus, tokenizer: PreTrainedTokenizerBase, config: DataConfig, one_each: bool
+) -> NDArray[np.int32]:
     encoders = Encoders.of(tokenizer, config)
     documents = Documents(corpus, encoders, open_token_cache(config), config, held_out=True)
     counts = HeldOutCounts()
@@ -106,8 +116,11 @@ def _pack(corpus: Corpus, tokenizer: PreTrainedTokenizerBase, config: DataConfig
     shape = Shape(config.sequence_length, fill_id=0)
     takes_all = config.eval_fraction == 1
     placed = ((Place(0, int(chunk.numbers[0])), chunk) for chunk in chunks)
-    if corpus.has_examples:
-        fitted = ((one, one.rows) for one in best_fit(placed, 0, shape, ("held out",)))
+    if one_each:
+        alone = (one.rows for one in windows.one_each(placed, 0, shape, ("held out",)))
+        packed = (_filled_up(rows, shape) for rows in alone if (rows[LABELS] != IGNORED).any())
+    elif corpus.has_examples:
+        fitted = ((one, one.rows) for one in windows.best_fit(placed, 0, shape, ("held out",)))
         packed = (_with_documents(one, rows, config) for one, rows in fitted if (rows[LABELS] != IGNORED).any())
     else:
         ends = concat(placed, shape)
@@ -116,6 +129,15 @@ def _pack(corpus: Corpus, tokenizer: PreTrainedTokenizerBase, config: DataConfig
     if not sequences:
         raise explain_nothing(corpus, config, counts)
     return np.stack(sequences)
+
+
+def _filled_up(rows: NDArray[np.int32], shape: Shape) -> NDArray[np.int32]:
+    """Fill the rows of one document up to the length of a sequence; its positions go on."""
+    filled = np.full((len(rows), shape.length), shape.fill_id, dtype=np.int32)
+    filled[:, : rows.shape[1]] = rows
+    filled[LABELS, rows.shape[1] :] = IGNORED
+    filled[POSITION_IDS] = np.arange(shape.length)
+    return filled
 
 
 def _with_documents(sequence: Sequence, rows: NDArray[np.int32], config: DataConfig) -> NDArray[np.int32]:

@@ -9,6 +9,7 @@ as they treat a document. The canonical forms are
                                                        number n are no targets
 {"query": ..., "documents": [...]}                     texts: a query, and the one that belongs to it before those that
                                                        do not
+{"source": ..., "target": ...}                         texts: what an encoder reads, and what a decoder writes of it
 
 A preference is such a form with "rejected": of a text, the rejected completion; of a conversation, the messages that
 stand in the place of those from number n on; or true, where there is this answer only, and it is rejected. A prompt
@@ -156,6 +157,12 @@ def _from_retrieval(row: Mapping[str, object]) -> dict[str, object]:
         _refuse("a row has one text that belongs to its query", positive, positives, "one text; a row for each other")
     negatives = [text for name in NEGATIVES if name in row for text in _texts(row[name], name)]
     return {"query": _written(row[query], query), "documents": [*positives, *negatives]}
+
+
+def _from_source(row: Mapping[str, object]) -> dict[str, object]:
+    """A source and its target."""
+    source, target = ("source", "target") if "source" in row else ("prompt", "completion")
+    return {"source": _written(row[source], source), "target": _written(row[target], target)}
 
 
 def _texts(value: object, where: str) -> list[str]:
@@ -354,14 +361,16 @@ FORMS_BY_NAME = FORMS | {
     RowFormat.unpaired_preference: RowColumns(("prompt", "completion", "label"), ("tools",), _from_unpaired),
     RowFormat.prompt: RowColumns(("prompt",), ("tools",), _from_prompt_alone),
     RowFormat.retrieval: RowColumns(("query", "positive"), NEGATIVES, _from_retrieval),
+    RowFormat.source_target: RowColumns(("source", "target"), (), _from_source),
 }
 """All formats that have columns of their own; `auto` tries those of `FORMS` alone."""
 OTHER_NAMES = {
     RowFormat.retrieval: [
         RowColumns(needed, NEGATIVES, _from_retrieval) for needed in (("anchor", "positive"), ("query", "pos"))
-    ]
+    ],
+    RowFormat.source_target: [RowColumns(("prompt", "completion"), (), _from_source)],
 }
-"""The same formats as other libraries name their columns: sentence-transformers, FlagEmbedding."""
+"""The same formats as other libraries name their columns: sentence-transformers, FlagEmbedding, TRL."""
 
 
 def write_example(form: RowColumns, row: Mapping[str, object], where: str) -> str | BadRow:

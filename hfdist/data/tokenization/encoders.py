@@ -20,7 +20,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from hfdist.apart import do_apart
-from hfdist.config.data import ChatConfig, DataConfig, SourceConfig, SourceKind, TextsConfig, TrainOn
+from hfdist.config.data import ChatConfig, DataConfig, PairsConfig, SourceConfig, SourceKind, TextsConfig, TrainOn
 from hfdist.data import marks
 from hfdist.data.marks import Tokens
 from hfdist.data.sources.base import BadRow, ContentError, Shard
@@ -28,6 +28,7 @@ from hfdist.data.sources.formats import split_columns
 from hfdist.data.sources.tokenfile import check_tokenizer
 from hfdist.data.tokenization.chat_encoder import Chat, ChatEncoder
 from hfdist.data.tokenization.chat_template import Message, RefusedError, read_template
+from hfdist.data.tokenization.pair_encoder import PairEncoder
 from hfdist.data.tokenization.text_encoder import Encoder, tokenizer_digest
 from hfdist.errors import ConfigError
 
@@ -45,14 +46,21 @@ def _has_examples(shard: Shard) -> bool:
 class Encoders:
     """Makes tokens of documents and of examples; the tokenizer must have an end-of-text token."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, chat: ChatConfig, texts: TextsConfig | None = None) -> None:
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        chat: ChatConfig,
+        texts: TextsConfig | None = None,
+        pairs: PairsConfig | None = None,
+    ) -> None:
         self._tokenizer, self._chat, self._end = tokenizer, chat, tokenizer.eos_token_id
         self._texts = TextsConfig() if texts is None else texts
+        self._pairs = PairsConfig() if pairs is None else pairs
 
     @classmethod
     def of(cls, tokenizer: PreTrainedTokenizerBase, data: DataConfig) -> Encoders:
         """Make those of a run's data."""
-        return cls(tokenizer, data.chat, data.texts)
+        return cls(tokenizer, data.chat, data.texts, data.pairs)
 
     # Made on demand: a copy of a large tokenizer takes tenths of a second, and a start needs little.
 
@@ -65,6 +73,10 @@ class Encoders:
         return ChatEncoder(self._tokenizer, self._chat, self._text)
 
     @cached_property
+    def _rows_of_pairs(self) -> PairEncoder:
+        return PairEncoder(self._tokenizer, self._pairs)
+
+    @cached_property
     def _text_digest(self) -> str:
         return tokenizer_digest(self._tokenizer)
 
@@ -73,6 +85,10 @@ class Encoders:
         values = [_EXAMPLES, self._text_digest, *_what_renders(self._tokenizer, self._chat)]
         if self._texts != TextsConfig():
             values.append(dataclasses.asdict(self._texts))
+        if self._pairs != PairsConfig():
+            values.append(dataclasses.asdict(self._pairs))
+        if (target := self._rows_of_pairs.target_sample()) is not None:
+            values.append(target)
         return hashlib.blake2b(json.dumps(values, sort_keys=True).encode(), digest_size=12).hexdigest()
 
     def digest(self, *, examples: bool) -> str:
@@ -146,6 +162,8 @@ class Encoders:
     def _begin(self, example: Mapping[str, Any]) -> Tokens | Chat:
         if "query" in example:
             return self._retrieve(example["query"], example["documents"])
+        if "source" in example:
+            return self._rows_of_pairs.encode(example["source"], example["target"])
         if "text" in example:
             return self._text.encode([example["text"]])[0]
         if "messages" not in example:

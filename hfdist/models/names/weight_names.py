@@ -45,7 +45,7 @@ class NameDifferences:
         missing, unexpected = sorted(about["missing_keys"]), sorted(about["unexpected_keys"])
         if head is Head.score:
             missing = [name for name in missing if not name.startswith(_SCORE_PREFIX)]
-        if head is not Head.tokens:
+        if head in (Head.score, Head.none):
             unexpected = [name for name in unexpected if name.startswith(f"{model.base_model_prefix}.")]
         shapes = sorted(about["mismatched_keys"])
         reshaped = tuple(f"{name}: {list(there)}, not {list(here)}" for name, there, here in shapes)

@@ -173,9 +173,15 @@ def public_values(value: object) -> Any:
     return re.sub(r"\w+://\S+", lambda found: redact(found[0]), value) if isinstance(value, str) else value
 
 
-_KINDS = {Head.tokens: "a causal language model", Head.score: "a reward model", Head.none: "an embedding model"}
+_KINDS = {
+    Head.tokens: "a causal language model",
+    Head.targets: "an encoder-decoder",
+    Head.score: "a reward model",
+    Head.none: "an embedding model",
+}
 _PIPELINES = {
     Head.tokens: "text-generation",
+    Head.targets: "text2text-generation",
     Head.score: "text-classification",
     Head.none: "sentence-similarity",
 }

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedTokenizerBase
 
 from hfdist.data.documents.examples import Example, take_examples
 from hfdist.run.parts.part import Part, warning_of_failure
@@ -64,6 +64,9 @@ def sample(
     Gives what it has written: freely, by top-k sampling with a fixed seed, or greedily.
     """
     choice = {"do_sample": True, "top_k": 40, "temperature": 0.8} if is_free else {"do_sample": False}
+    config = AutoConfig.from_pretrained(folder)
+    if config.is_encoder_decoder:
+        return _write_target(folder, tokenizer, prompt, num_tokens)
     model = AutoModelForCausalLM.from_pretrained(folder).eval()
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     # The end of a prompt asks.
@@ -80,3 +83,11 @@ def sample(
             pad_token_id=tokenizer.eos_token_id,
         )
     return str(tokenizer.decode(output[0, inputs.shape[1] :], skip_special_tokens=True))
+
+
+def _write_target(folder: Path, tokenizer: PreTrainedTokenizerBase, source: Sequence[int], num_tokens: int) -> str:
+    """Let an encoder-decoder write the target of `source`, as its generation config has it."""
+    model = AutoModelForSeq2SeqLM.from_pretrained(folder).eval()
+    with torch.no_grad():
+        output = model.generate(input_ids=torch.tensor([list(source)]), max_new_tokens=num_tokens)
+    return str(tokenizer.decode(output[0], skip_special_tokens=True))

@@ -17,6 +17,7 @@ from transformers import (
 
 from hfdist.config.run import EvaluateConfig, RunConfig
 from hfdist.data.documents.examples import take_examples
+from hfdist.data.tokenization.pair_encoder import PairEncoder
 from hfdist.errors import DataError
 from hfdist.topology import Topology
 from hfdist.trainer.checkpointing.log_history import newest_losses
@@ -24,12 +25,14 @@ from hfdist.trainer.evaluation import lm_eval
 from hfdist.trainer.evaluation.generation import (
     GenerationMetrics,
     PromptSamples,
+    encode_prompts,
     load_metrics,
 )
 from hfdist.trainer.evaluation.loop import Measure
 from hfdist.trainer.generation.continuation import can_generate
 from hfdist.trainer.generation.greedy import continue_prompts
 from hfdist.trainer.generation.limits import find_limits
+from hfdist.trainer.generation.targets import write_targets
 
 logger = logging.getLogger(__name__)
 
@@ -56,16 +59,22 @@ def make_evaluators(
     callbacks: list[TrainerCallback] = []
     if held_out is None:
         return measures, callbacks
+    is_of_pairs = config.task.name.traits.is_of_pairs
     if evaluate.prompts or evaluate.metrics:
-        generate = partial(
-            continue_prompts,
-            limits=find_limits(model, tokenizer, evaluate.max_new_tokens),
-            topology=topology,
-            rows_at_once=arguments.per_device_eval_batch_size,
-            uses_cache=can_generate(model, topology),
+        limits = find_limits(model, tokenizer, evaluate.max_new_tokens)
+        shared = {"limits": limits, "topology": topology, "rows_at_once": arguments.per_device_eval_batch_size}
+        generate = (
+            partial(write_targets, model=model, **shared)
+            if is_of_pairs
+            else partial(continue_prompts, uses_cache=can_generate(model, topology), **shared)
         )
     if evaluate.prompts:
-        samples = PromptSamples(config.run.folder.samples, tokenizer, generate, evaluate, config.data.chat)
+        ids = (
+            list(map(PairEncoder(tokenizer, config.data.pairs).source, evaluate.prompts))
+            if is_of_pairs
+            else encode_prompts(tokenizer, evaluate.prompts, evaluate.chat, config.data.chat)
+        )
+        samples = PromptSamples(config.run.folder.samples, tokenizer, generate, evaluate.prompts, ids)
         measures.append(samples)
         callbacks.append(samples)
     if evaluate.metrics:

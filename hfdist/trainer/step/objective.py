@@ -85,6 +85,8 @@ class Objective:
 
     names: tuple[str, ...] = ()
     """Names of the figures, which are means, in the order in which ranks add them up."""
+    is_packed = True
+    """Whether it compares documents that stand together in a sequence, so that dropout is off and none may see another."""
     evaluates_itself = False
     """Whether `evaluate` gives what an evaluation averages, in place of losses of batches."""
 

@@ -1,0 +1,56 @@
+"""Sequence to sequence: an encoder reads the source of a row, and a decoder learns to write its target.
+
+A row is one array, its source before its target. Sources and targets are padded by themselves: rows of like lengths
+stand together (data/packing), and no row sees another one.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+from hfdist.config.batch import IGNORED
+from hfdist.models.target_loss import pad_pairs, sum_target_losses
+from hfdist.strategies.engine import Batch
+from hfdist.trainer.step.loss import Convention
+from hfdist.trainer.step.objective import Objective
+
+
+class SequenceToSequence(Objective):
+    """An item is a token of a target. `fill_id` is the token that fills sources up."""
+
+    is_packed = False
+
+    def __init__(self, fill_id: int) -> None:
+        super().__init__()
+        self._fill_id = fill_id
+
+    @property
+    def convention(self) -> Convention:
+        """As of all objectives; the items are tokens, so that their loss has a perplexity."""
+        return replace(super().convention, is_of_tokens=True)
+
+    def count(self, batch: Batch) -> torch.Tensor:
+        """Count the tokens of targets."""
+        return (batch["labels"] != IGNORED).sum()
+
+    def prepare(self, batch: Batch) -> Batch:
+        """Part sources from targets."""
+        rows = [split_pair(*row) for row in zip(batch["input_ids"], batch["labels"], strict=True)]
+        return pad_pairs(rows, fill_id=self._fill_id)
+
+    def loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
+        """Sum the losses of the tokens of targets."""
+        return sum_target_losses(model, batch)
+
+
+def split_pair(ids: torch.Tensor, labels: torch.Tensor) -> list[torch.Tensor]:
+    """Give the source and the target of a row; `ids` and `labels` have the shape [tokens], filled up at their end.
+
+    A row without a target, as of a lane that has ended, gives its first token as a source.
+    """
+    is_target = labels != IGNORED
+    first = int(is_target.int().argmax()) if is_target.any() else 1
+    return [ids[:first], ids[is_target]]
