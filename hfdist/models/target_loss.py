@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
-from transformers import AutoModelForSeq2SeqLM, PreTrainedConfig
+from transformers import AutoModelForSeq2SeqLM, PreTrainedConfig, PreTrainedModel
 
 from hfdist.config.batch import IGNORED
 from hfdist.config.model import Init, ModelConfig
@@ -86,15 +86,16 @@ def _find_problem(architecture: PreTrainedConfig, *, is_new: bool) -> str | None
 
 
 @torch.no_grad()
-def _difference(model: nn.Module) -> str | None:
+def _difference(model: PreTrainedModel) -> str | None:
     """Compare two rows together with the model's own loss of them, and with each row by itself."""
     generator = torch.Generator().manual_seed(0)
-    rows = [[torch.randint(3, 99, (size,), generator=generator) for size in sizes] for sizes in _SIZES]
-    together = pad_pairs(rows, fill_id=0)
+    most = min(model.config.get_text_config(decoder=True).vocab_size, 100)
+    rows = [[torch.randint(most // 4, most, (size,), generator=generator) for size in sizes] for sizes in _SIZES]
+    together = pad_pairs(rows)
     num_targets = sum(size for _, size in _SIZES)
     ours = sum_target_losses(model, together)
     theirs = model(**together, use_cache=False).loss * num_targets
-    alone = torch.stack([sum_target_losses(model, pad_pairs([row], fill_id=0)) for row in rows]).sum()
+    alone = torch.stack([sum_target_losses(model, pad_pairs([row])) for row in rows]).sum()
     for what, other in (("its own loss is", theirs), ("row by row it is", alone)):
         # Also where it is no number.
         if not float((ours - other).abs() / other.abs()) <= _BOUND:
@@ -113,8 +114,8 @@ def fill_special_ids(architecture: PreTrainedConfig, token: int) -> None:
         setattr(architecture, _START, pad)
 
 
-def pad_pairs(rows: list[list[torch.Tensor]], *, fill_id: int) -> dict[str, torch.Tensor]:
-    """Stack rows of source and target, each of shape [tokens], filled up at their ends.
+def pad_pairs(rows: list[list[torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """Stack rows of source and target, each of shape [tokens], filled up at their ends: sources with token 0, which the mask hides.
 
     Returns:
         input_ids and attention_mask of shape [rows, tokens], labels of shape [rows, target tokens]; one token of each
@@ -122,7 +123,7 @@ def pad_pairs(rows: list[list[torch.Tensor]], *, fill_id: int) -> dict[str, torc
     """
     sources, targets = zip(*rows, strict=True)
     lengths = [len(source) for source in sources]
-    ids = _stack(sources, fill_id)
+    ids = _stack(sources, 0)
     mask = (torch.arange(ids.shape[1]) < torch.tensor(lengths).clamp(min=1)[:, None]).long()
     return {"input_ids": ids, "attention_mask": mask, "labels": _stack(targets, IGNORED)}
 

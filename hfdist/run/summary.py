@@ -153,8 +153,12 @@ def _marked(task: TaskConfig) -> str:
     return "of the reference" if task.name.traits.is_reinforcement else "targets"
 
 
-_NAMES = (("chosen", "rejected"), ("query", "text"))
-"""What documents are called, by whether they are embedded, and whether they are marked."""
+_NAMES = {
+    RowFormat.preference: ("chosen", "rejected"),
+    RowFormat.unpaired_preference: ("chosen", "rejected"),
+    RowFormat.retrieval: ("query", "text"),
+}
+"""What documents of a row are called, by whether they are marked."""
 
 
 def _show(sequence: Packed, tokenizer: PreTrainedTokenizerBase, task: TaskConfig) -> str:
@@ -172,9 +176,8 @@ def _show(sequence: Packed, tokenizer: PreTrainedTokenizerBase, task: TaskConfig
             piece = _safe(text[len(before) :])
             shown += f"{_OPEN}{piece}{_SHUT}" if is_target[first] else piece
             before = text
-        told = (
-            "" if task.name.traits.row_format is None else f"{_NAMES[task.name is TaskName.embed][int(is_rejected)]}: "
-        )
+        names = _NAMES.get(task.name.traits.row_format)
+        told = "" if names is None else f"{names[int(is_rejected)]}: "
         lines.append(f"  {told}{shown}".replace("\n", "\n  "))
     return "\n  --\n".join(lines)
 

@@ -434,11 +434,13 @@ class DistributedTrainerMixin(_Trainer):
             # The pass is over; the original would ask once for each step that is left.
             self.control.should_epoch_stop = True
             return samples, num_items
+        num_tokens = num_input_tokens
         if self.options.objective is not None:
             samples = self.options.objective.begin_step(samples, self.hooks(self.model_wrapped))
+            num_tokens = self.options.objective.num_tokens
             num_items = self._get_num_items_in_batch(samples, device)
         self.training.num_targets = num_items
-        self.throughput.tokens += sum(map(num_input_tokens, samples)) * self.strategy.topology.data
+        self.throughput.tokens += sum(map(num_tokens, samples)) * self.strategy.topology.data
         self.throughput.see_documents(batch["position_ids"] for batch in samples if "position_ids" in batch)
         # If batches hold no tokens, as in reward training, the Trainer class may count by itself.
         self.state.num_input_tokens_seen = self.throughput.tokens or self.state.num_input_tokens_seen

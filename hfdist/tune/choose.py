@@ -55,7 +55,7 @@ def make_objective(
         case TaskName.embed:
             return Embeddings(task, config.data.texts, tokenizer)
         case TaskName.seq2seq:
-            return SequenceToSequence(fill_token(tokenizer))
+            return SequenceToSequence()
         case TaskName.distill:
             teacher = Teacher(task, layout=strategy, arguments=arguments)
             if task.teacher_top_k is not None:

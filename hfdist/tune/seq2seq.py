@@ -19,13 +19,9 @@ from hfdist.trainer.step.objective import Objective
 
 
 class SequenceToSequence(Objective):
-    """An item is a token of a target. `fill_id` is the token that fills sources up."""
+    """An item is a token of a target."""
 
     is_packed = False
-
-    def __init__(self, fill_id: int) -> None:
-        super().__init__()
-        self._fill_id = fill_id
 
     @property
     def convention(self) -> Convention:
@@ -36,10 +32,14 @@ class SequenceToSequence(Objective):
         """Count the tokens of targets."""
         return (batch["labels"] != IGNORED).sum()
 
+    def num_tokens(self, batch: Batch) -> int:
+        """Count the tokens of sources and of targets, with what fills up."""
+        return super().num_tokens(batch) + batch["labels"].numel()
+
     def prepare(self, batch: Batch) -> Batch:
         """Part sources from targets."""
         rows = [split_pair(*row) for row in zip(batch["input_ids"], batch["labels"], strict=True)]
-        return pad_pairs(rows, fill_id=self._fill_id)
+        return pad_pairs(rows)
 
     def loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         """Sum the losses of the tokens of targets."""

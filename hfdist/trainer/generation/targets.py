@@ -72,7 +72,7 @@ def _write(
 ) -> torch.Tensor:
     """Give the tokens of some rows, -1 after their end; shape [rows, max_new_tokens]. A collective."""
     nothing = torch.empty(0, dtype=torch.long)
-    batch = pad_pairs([[torch.tensor(source), nothing] for source in sources], fill_id=0)
+    batch = pad_pairs([[torch.tensor(source), nothing] for source in sources])
     del batch["labels"]
     read, ends = torch.tensor([beginning] * len(sources)), torch.tensor(sorted(limits.end_ids))
     written = torch.empty(len(sources), 0, dtype=torch.long)
