@@ -33,8 +33,8 @@ class SequenceToSequence(Objective):
         return (batch["labels"] != IGNORED).sum()
 
     def num_tokens(self, batch: Batch) -> int:
-        """Count the tokens of sources and of targets, with what fills up."""
-        return super().num_tokens(batch) + batch["labels"].numel()
+        """Count the tokens of sources and of targets, without what fills up: layouts fill up otherwise."""
+        return int(batch["attention_mask"].sum() + self.count(batch))
 
     def prepare(self, batch: Batch) -> Batch:
         """Part sources from targets."""

@@ -34,10 +34,10 @@ SHAPES = {
     "t5": _T5,
     # An untied head, and a gated layer.
     "mt5": _T5,
-    "bart": _BART | {"decoder_start_token_id": 1},
+    "bart": _BART | {"decoder_start_token_id": 9},
     # Its targets begin with their last token.
     "mbart": _BART,
-    "marian": _BART | {"decoder_start_token_id": 0, "decoder_vocab_size": len(WORDS) + len(MARKS)},
+    "marian": _BART | {"decoder_start_token_id": 9, "decoder_vocab_size": len(WORDS) + len(MARKS)},
 }
 """Fields of small models, by their types."""
 
@@ -46,7 +46,7 @@ def write_model(folder: Path, kind: str) -> Path:
     """A model and a tokenizer that ends each text."""
     special = {"vocab_size": len(WORDS) + len(MARKS), "pad_token_id": 0, "eos_token_id": 1}
     if "decoder_start_token_id" not in SHAPES[kind] and kind != "mbart":
-        special["decoder_start_token_id"] = 0
+        special["decoder_start_token_id"] = 9
     model = AutoModelForSeq2SeqLM.from_config(AutoConfig.for_model(kind, **special, **SHAPES[kind]))
     initialize_by_name(model, 0)
     model.save_pretrained(folder)
