@@ -47,20 +47,31 @@ class Head(Enum):
     """What a model gives at its end.
 
     `tokens`: a distribution of the next token; `targets`: that of the next token of a target, of which an encoder has
-    read the source; `score`: one score; `none`: its hidden states themselves.
+    read the source; `masked`: that of a token whose place is hidden; `score`: one number, at the end of an answer;
+    `labels`: a number for each label of a text; `token_labels`: the same of a token; `none`: its hidden states
+    themselves.
     """
 
     tokens = "tokens"
     targets = "targets"
+    masked = "masked"
     score = "score"
+    labels = "labels"
+    token_labels = "token_labels"
     none = "none"
 
 
 class Pooling(Enum):
-    """How the hidden states of a text become its embedding: that of its last token, or their mean."""
+    """How the hidden states of a text become its embedding.
 
+    `last`: that of its last token; `mean`: their mean; `cls`: that of its first token; `auto`: as the model's folder
+    says for sentence-transformers, else `mean` where tokens see what comes after them, and `last` where they do not.
+    """
+
+    auto = "auto"
     last = "last"
     mean = "mean"
+    cls = "cls"
 
 
 class TeacherSharding(Enum):
@@ -489,8 +500,9 @@ class TaskConfig:
 
     scale: float = limited(20.0, above=0)
     """embed: what similarities are multiplied by, which is one over the temperature."""
-    pooling: Pooling = Pooling.last
-    """embed: what the embedding of a text is: last (the state of its end token) | mean (of all its tokens)."""
+    pooling: Pooling = Pooling.auto
+    """embed: what the embedding of a text is: auto | last (the state of its end token) | mean (of all its tokens) | cls
+    (the state of its first token); auto: as the model's folder says, else mean for encoders and last for others."""
     normalize: bool = True
     """embed: whether embeddings have the length 1, so that their similarity is a cosine; else it is a product."""
     matryoshka: list[int] = field(default_factory=list)

@@ -15,11 +15,6 @@ import torch
 import transformers
 from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, PreTrainedConfig
-from transformers.models.auto.modeling_auto import (
-    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
-    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
-    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
-)
 
 from hfdist.apart import do_apart
 from hfdist.config.composition.aliases import override_for
@@ -29,19 +24,9 @@ from hfdist.config.task import Head
 from hfdist.errors import ConfigError, HfdistError, first_line, nearest
 from hfdist.models.build import make_without_values
 from hfdist.models.cache_use import set_use_cache
+from hfdist.models.heads import HEADS
 from hfdist.models.hub_client import reading_from_hub
 
-_LANGUAGE: Mapping[Head, tuple[Mapping[str, Any], str, str, str]] = {
-    Head.targets: (
-        MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
-        "encoder-decoder",
-        "AutoModelForSeq2SeqLM",
-        "t5, bart, marian",
-    )
-}
-"""Types of models by what they give at their end: their classes, what they are called, transformers' class, examples."""
-_CAUSAL = (MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, "causal language model", "AutoModelForCausalLM", "llama, gpt2, qwen3")
-"""Those of all others, whose body reads tokens from left to right."""
 _LARGE_CONFIG = 1 << 20
 """Bytes; those of models have some thousands."""
 _MOST_HEADS = 256
@@ -54,26 +39,22 @@ def find_architecture(config: ModelConfig, *, sequence_length: int, head: Head =
     `head`: what the model gives at its end.
 
     Raises:
-        ConfigError: an unknown type or field, a model without a causal language head, or sequences longer than the
-            model's positions.
+        ConfigError: an unknown type or field, a type without such a head, or sequences longer than the model's
+            positions.
     """
     if config.name is not None and not config.trust_remote_code:
         _try(config, head)
     architecture = _named(config) if config.name is not None else _of_type(config, head)
-    types, kind, class_name, _ = _LANGUAGE.get(head, _CAUSAL)
-    if architecture.model_type not in types and not config.trust_remote_code:
+    own = HEADS[head]
+    if architecture.model_type not in own.by_type and not config.trust_remote_code:
         raise ConfigError(
-            f"transformers has no {kind} of this type",
+            f"transformers has no {own.kind} of this type",
             where="model.name" if config.name else "model.type",
             found=architecture.model_type,
-            allowed=f"a type with an {class_name} class",
-            hint=_other_task(architecture.model_type, head) if config.name else None,
+            allowed=f"a type with an {own.auto.__name__} class",
+            hint=_other_task(architecture.model_type) if config.name and head is Head.tokens else None,
         )
     if head is Head.score:
-        if architecture.model_type not in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES:
-            what, found = "transformers has no model of this type that scores sequences", architecture.model_type
-            allowed = "a type with an AutoModelForSequenceClassification class"
-            raise ConfigError(what, where="model.name, model.type", found=found, allowed=allowed)
         architecture.num_labels = 1
     _check_positions(architecture, sequence_length)
     # `varlen` is set by `choose_attention`, which knows the run.
@@ -84,13 +65,14 @@ def find_architecture(config: ModelConfig, *, sequence_length: int, head: Head =
     return architecture
 
 
-def _other_task(kind: str, head: Head) -> str:
-    if head is Head.tokens and kind in MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES:
-        return "hfdist tune task=seq2seq, which trains encoder-decoders; or another model.name"
-    return "another model.name, of a model that writes text"
+def _other_task(kind: str) -> str:
+    other = "another model.name, of a model that writes text"
+    tasks = {Head.targets: "seq2seq", Head.masked: "mlm"}
+    known = [f"hfdist tune task={task}" for head, task in tasks.items() if kind in HEADS[head].by_type]
+    return ", or ".join([*known, other])
 
 
-def check_fields(config: ModelConfig, *, head: Head = Head.tokens) -> None:
+def check_fields(config: ModelConfig, head: Head = Head.tokens) -> None:
     """Check `model.type` and `model.config` of a new architecture; that of a name is elsewhere, and found later.
 
     Raises:
@@ -112,16 +94,16 @@ def _try(config: ModelConfig, head: Head) -> None:
 
     Numbers in the config of somebody else may ask for more layers than any machine can make.
     """
-    file, (types, *_) = expand_user(str(config.name)) / "config.json", _LANGUAGE.get(head, _CAUSAL)
+    file = expand_user(str(config.name)) / "config.json"
     with contextlib.suppress(OSError, ValueError, RecursionError, AttributeError, TypeError):
         if file.stat().st_size < _LARGE_CONFIG:
             # So that the fork has it: the import is most of the time.
             kind = json.loads(file.read_bytes()).get("model_type")
-            getattr(transformers, str(types.get(kind)))
+            getattr(transformers, str(HEADS[head].by_type.get(kind)))
 
     def make() -> None:
         architecture = _named(config)
-        if architecture.model_type in types:
+        if architecture.model_type in HEADS[head].by_type:
             with torch.device("meta"):
                 make_without_values(config, architecture, head=head)
 
@@ -146,15 +128,14 @@ def _named(config: ModelConfig) -> PreTrainedConfig:
 
 def _of_type(config: ModelConfig, head: Head) -> PreTrainedConfig:
     """A new config of one of transformers' types."""
-    kind = config.type or ""
-    types, called, _, examples = _LANGUAGE.get(head, _CAUSAL)
-    if kind not in types:
+    kind, own = config.type or "", HEADS[head]
+    if kind not in own.by_type:
         raise ConfigError(
-            f"transformers knows no {called} of this type",
+            f"transformers knows no {own.kind} of this type",
             where="model.type",
             found=kind,
-            allowed=f"one of {len(types)} types, such as {examples}",
-            hint=nearest(kind, types, "model.type={}"),
+            allowed=f"one of {len(own.by_type)} types, such as {own.examples}",
+            hint=nearest(kind, own.by_type, "model.type={}"),
         )
     _check_fields(AutoConfig.for_model(kind), config.config)
     # Made with the fields, not changed afterwards: some follow from others, as the head's size from the width.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -12,12 +12,6 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-from transformers.models.auto.modeling_auto import (
-    MODEL_FOR_CAUSAL_LM_MAPPING,
-    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
-    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
-    MODEL_MAPPING,
-)
 
 from hfdist.config.data import Packing
 from hfdist.config.model import Attention, Dtype
@@ -30,6 +24,7 @@ from hfdist.models.architecture import count_heads
 from hfdist.models.blocks import compiles_on_gpus
 from hfdist.models.document_attention import BY_DOCUMENTS, HAS_KERNEL, HEAD_MULTIPLE, LARGEST_HEAD
 from hfdist.models.experts import first_number
+from hfdist.models.heads import HEADS
 from hfdist.models.probing import scores_sequences
 from hfdist.models.shrink import shrink
 
@@ -44,12 +39,6 @@ _DOCUMENTS = ((40, 1, 23, 18), (7, 35, 40))
 _NOTED = "varlen_noted"
 """Name in transformers' registries of an attention whose calls are noted."""
 _NOT_REPLACEABLE = "the model has no attention that transformers lets us replace"
-_CLASSES: Mapping[Head, Any] = {
-    Head.tokens: MODEL_FOR_CAUSAL_LM_MAPPING,
-    Head.targets: MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
-    Head.score: MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
-    Head.none: MODEL_MAPPING,
-}
 _LEAVES_BLOCKS = "compiled blocks would be left for each document: only a GPU's kernel for 16 bits takes all at once"
 
 
@@ -167,7 +156,7 @@ def _make(small: PreTrainedConfig, attention: str | None, head: Head) -> PreTrai
     small._attn_implementation = attention
     # torch.manual_seed would seed GPUs, too, which are not set back.
     torch.default_generator.manual_seed(0)
-    model_class = _CLASSES[head][type(small)]
+    model_class = HEADS[head].by_config[type(small)]
     if model_class.config_class is type(small.get_text_config()):
         # Of a model for text and images it takes the part for text.
         small = small.get_text_config()

@@ -6,24 +6,17 @@ import copy
 import logging
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import nn
-from transformers import (
-    AutoModel,
-    AutoModelForCausalLM,
-    AutoModelForSeq2SeqLM,
-    AutoModelForSequenceClassification,
-    PreTrainedConfig,
-    PreTrainedModel,
-)
+from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from hfdist.config.model import Dtype, Init, ModelConfig
 from hfdist.config.task import Head
 from hfdist.errors import ConfigError, HfdistError, ResourceError, first_line
 from hfdist.models.adapter_parts import describe_parts
+from hfdist.models.heads import HEADS
 from hfdist.models.hub_client import reading_from_hub
 from hfdist.models.initialize import initialize_by_name
 from hfdist.models.names.hub_names import find_hub_names
@@ -90,7 +83,7 @@ def check_weights(
     _check_not_quantized(architecture)
     assert config.name is not None  # checked with the config
     how = {"config": copy.deepcopy(architecture), "dtype": "auto", **_safely(config)}
-    names = read_names(auto_class(head), config.name, where="model.name", head=head, **how)
+    names = read_names(HEADS[head].auto, config.name, where="model.name", head=head, **how)
     _check_names(names, config, trained)
 
 
@@ -119,7 +112,7 @@ def make_without_values(
     """
     try:
         with no_init_weights():
-            model: PreTrainedModel = auto_class(head).from_config(
+            model: PreTrainedModel = HEADS[head].auto.from_config(
                 architecture, dtype=_dtype(config.dtype), trust_remote_code=config.trust_remote_code
             )
     except (HfdistError, MemoryError):
@@ -135,16 +128,6 @@ def make_without_values(
     # `no_init_weights` leaves ties undone too; a tied parameter must be one before it is drawn.
     model.tie_weights()
     return model
-
-
-def auto_class(head: Head) -> Any:
-    """Give transformers' class of models that end so."""
-    classes = {
-        Head.targets: AutoModelForSeq2SeqLM,
-        Head.score: AutoModelForSequenceClassification,
-        Head.none: AutoModel,
-    }
-    return classes.get(head, AutoModelForCausalLM)
 
 
 def _draw(model: PreTrainedModel, trained: TrainableParameters, seed: int, layout: Partitioning) -> PreTrainedModel:
@@ -181,7 +164,7 @@ def _read(
     assert config.name is not None  # checked with the config
     dtype, is_partitioned = _dtype(config.dtype), layout.partitions_in_constructor
     with reading_from_hub("model.name", config.name), _naming_memory(config.name), without_report():
-        model, about = auto_class(head).from_pretrained(
+        model, about = HEADS[head].auto.from_pretrained(
             config.name,
             output_loading_info=True,
             config=architecture,

@@ -111,3 +111,15 @@ def counts_from_zero(model: PreTrainedModel) -> bool:
         except Exception:  # whatever a model raises that cannot be made small
             return True
     return found is not _after_padding
+
+
+def count_unused_positions(model: PreTrainedModel) -> int:
+    """Count the positions before that of a text's first token, which no token ever has.
+
+    Args:
+        model: whole and small, on the CPU.
+    """
+    if not any(hasattr(module, "create_position_ids_from_input_ids") for module in model.modules()):
+        return 0
+    padding = padding_id(model)
+    return 0 if padding is None or find_positions(model) is not _after_padding else padding + 1

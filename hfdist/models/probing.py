@@ -8,7 +8,10 @@ import re
 import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from transformers import PreTrainedModel
-from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
+    MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES,
+)
 
 from hfdist.models.adapter import inject_adapter
 from hfdist.models.cache_use import without_cache
@@ -57,15 +60,21 @@ def scores_sequences(model: PreTrainedModel) -> bool:
     return type(model).__name__ in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES.values()
 
 
+def has_token_loss(model: PreTrainedModel) -> bool:
+    """Whether the model's own loss is one of tokens: it has a head, and its labels are tokens."""
+    classifies = type(model).__name__ in MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES.values()
+    return not (has_no_head(model) or classifies or scores_sequences(model))
+
+
 def probe_loss(model: PreTrainedModel, batch: dict[str, torch.Tensor], **more: object) -> torch.Tensor:
-    """Give the model's own loss; of a model without a head a number that each hidden state moves in its own way.
+    """Give the model's own loss of tokens; of another model a number that each of its outputs moves in its own way.
 
     Args:
         model: on the device of the batch.
-        batch: with `labels`, which a model without a head is not given.
+        batch: with `labels`, which such another model is not given.
         more: what else the model is given.
     """
-    if not has_no_head(model):
+    if has_token_loss(model):
         loss: torch.Tensor = model(**batch, **more).loss
         return loss
     inputs = {name: tensor for name, tensor in batch.items() if name != "labels"}

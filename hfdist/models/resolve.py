@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from hfdist.config.model import Init, ModelConfig, TokenizerConfig
 from hfdist.config.paths import expand_user
@@ -21,6 +21,8 @@ _SMALL = (".json", ".txt", ".model", ".jinja", ".tiktoken")
 """Ends of names of configs, tokenizers, chat templates, and the index of the weights."""
 _TEMPLATES = "additional_chat_templates/"
 """Folder of further chat templates."""
+_POOLING = "1_Pooling/"
+"""Where sentence-transformers says how states become an embedding."""
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 """Ends of names of files that may run code when they are opened."""
@@ -127,7 +129,8 @@ def _find(
             raise _without_weights(snapshot.names, name, snapshot.is_complete)
         _require(snapshot, "config.json", name, key=key)
     suffixes = (*_SMALL, ".py") if config.trust_remote_code else _SMALL
-    small = [f for f in snapshot.names if f.endswith(suffixes) and ("/" not in f or f.startswith(_TEMPLATES))]
+    inside = (_TEMPLATES, _POOLING)
+    small = [f for f in snapshot.names if f.endswith(suffixes) and ("/" not in f or f.startswith(inside))]
     folder = repository.fetch(snapshot, small)
     if not is_model:
         return _Found(folder)
@@ -228,7 +231,7 @@ def _refuse_code(config_file: Path, found: str) -> None:
     try:
         values = json.loads(config_file.read_bytes())
         kind = values.get("model_type")
-        needs_code = "auto_map" in values and kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+        needs_code = "auto_map" in values and kind not in CONFIG_MAPPING_NAMES
     except (OSError, ValueError, TypeError, AttributeError, RecursionError):
         # Told where it is read as a config.
         return

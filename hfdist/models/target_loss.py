@@ -17,11 +17,13 @@ from typing import Any
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
-from transformers import AutoModelForSeq2SeqLM, PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from hfdist.config.batch import IGNORED
 from hfdist.config.model import Init, ModelConfig
+from hfdist.config.task import Head
 from hfdist.errors import ConfigError, first_line
+from hfdist.models.heads import HEADS
 from hfdist.models.shrink import shrink
 
 _BOUND = 1e-5
@@ -60,7 +62,7 @@ def check_target_loss(config: ModelConfig, architecture: PreTrainedConfig) -> No
             found, key = getattr(architecture, field), f"model.config.{field}"
             raise ConfigError(what, where=key, found=found, allowed="0", hint=f"{key}=0")
     reason = _find_problem(architecture, is_new=config.init is Init.random)
-    if reason is not None and _START in reason:
+    if reason is not None and config.init is not Init.random and getattr(architecture, _START, None) is None:
         what = "the model does not say with which token a target begins"
         hint = f"model.config.{_START}=ID, as of the model that it was made from"
         raise ConfigError(what, where=f"model.config.{_START}", found="null", allowed="a token id", hint=hint)
@@ -79,7 +81,12 @@ def _find_problem(architecture: PreTrainedConfig, *, is_new: bool) -> str | None
             small = shrink(architecture)
             if is_new:
                 fill_special_ids(small, 0)
-            model: Any = AutoModelForSeq2SeqLM.from_config(copy.deepcopy(small), attn_implementation="eager")
+            elif getattr(architecture, _START, None) is None:
+                # A default of the class is not what the files say; some types begin with the end of the target.
+                setattr(small, _START, None)
+            small._attn_implementation = "eager"
+            # By its constructor: `from_config` would partition it under ZeRO-3.
+            model: PreTrainedModel = HEADS[Head.targets].by_config[type(small)](copy.deepcopy(small))
             return _difference(model.float().eval())
         except Exception as error:  # whatever a model raises that cannot be made small, or takes other inputs
             return f"a small model cannot be tried: {first_line(error)}"
@@ -115,7 +122,9 @@ def fill_special_ids(architecture: PreTrainedConfig, token: int) -> None:
 
 
 def pad_pairs(rows: list[list[torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """Stack rows of source and target, each of shape [tokens], filled up at their ends: sources with token 0, which the mask hides.
+    """Stack rows of source and target, each of shape [tokens], filled up at their ends.
+
+    Sources are filled with token 0, which the mask hides.
 
     Returns:
         input_ids and attention_mask of shape [rows, tokens], labels of shape [rows, target tokens]; one token of each

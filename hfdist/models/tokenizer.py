@@ -53,6 +53,9 @@ def load_tokenizer(
     if not config.trust_remote_code:
         do_apart(lambda: load()(_SAMPLE), where="model.tokenizer.name", found=folder)
     tokenizer = load()
+    if tokenizer.eos_token_id is None and tokenizer.sep_token is not None:
+        # Of encoders: it is what their tokenizers put after each text.
+        tokenizer.eos_token = tokenizer.sep_token
     if tokenizer.eos_token_id is None:
         raise ConfigError(
             "the tokenizer has no end-of-text token, which separates documents",

@@ -18,8 +18,8 @@ from transformers import PreTrainedModel
 
 from hfdist.collectives import device_of, gather_json, is_planned
 from hfdist.errors import PartitionError
-from hfdist.models.embeddings import has_no_head, input_embeddings
-from hfdist.models.probing import kind_of_name, scores_sequences, unused_parameters
+from hfdist.models.embeddings import input_embeddings
+from hfdist.models.probing import has_token_loss, kind_of_name, unused_parameters
 from hfdist.pipeline.planned import PlannedChannel, PlannedPipeline
 from hfdist.pipeline.probe import ProbeResult, probe
 from hfdist.pipeline.split import SplitModel
@@ -75,8 +75,7 @@ def infer_stage_io(
     vocab_size = split.model.config.get_text_config().vocab_size
     generator = torch.Generator().manual_seed(0)
     tokens = torch.randint(vocab_size, (_PROBE_SEQUENCES, _PROBE_TOKENS), generator=generator).to(channel.device)
-    labels = tokens[:, 0].float() if scores_sequences(split.model) else tokens.clone()
-    batch = {"input_ids": tokens} if has_no_head(split.model) else {"input_ids": tokens, "labels": labels}
+    batch = {"input_ids": tokens, **({"labels": tokens.clone()} if has_token_loss(split.model) else {})}
     with _portable_attention(split.model):
         carry, found = _find_carry(split, batch, channel, group)
         problem = _keep_only(split, found, lambda: probe(split, carry, batch, channel), group)

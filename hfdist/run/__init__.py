@@ -30,6 +30,6 @@ def prepare_run(config: RunConfig) -> Run:
     with reporting("importing torch and transformers"), quick_imports():
         from hfdist.models import check_fields
 
-        check_fields(config.model, head=config.task.name.traits.head)
+        check_fields(config.model, config.task.name.traits.head)
         from hfdist.run.builder import Run
     return Run(config)

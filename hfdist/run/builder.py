@@ -146,12 +146,12 @@ class Run(RunState):
     def build_trainer(self) -> None:
         """Make the Trainer, with the callbacks of the parts."""
         config, arguments, model, data = self.config, self.arguments, self.model, self.data
-        check_packing(model, data.stream, self.strategy)
+        check_packing(model, data.stream, self.strategy, self._head)
         self.objective = make_objective(
             config, data.tokenizer, data.held_out, strategy=self.strategy, arguments=arguments
         )
         if self.objective is not None and self.objective.is_packed:
-            fit_model(model, data.tokenizer)
+            fit_model(model, data.tokenizer, self._head)
         speed_up(config, model, self.strategy)
         # First: they set what the options have.
         callbacks = self._callbacks(Joins.constructor)

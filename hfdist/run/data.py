@@ -81,9 +81,7 @@ def build_data(config: RunConfig, topology: Topology) -> RunData:
         )
         one_each = config.task.name.traits.is_of_pairs
         if config.data.eval_sources:
-            held_out: HeldOut | HeldOutSources | None = open_held_out_sources(
-                tokenizer, config.data, one_each=one_each
-            )
+            held_out: HeldOut | HeldOutSources | None = open_held_out_sources(tokenizer, config.data, one_each=one_each)
         else:
             held_out = build_held_out(corpus, tokenizer, config.data, one_each=one_each)
     islands = config.islands

@@ -14,7 +14,7 @@ from hfdist.config.model import Init
 from hfdist.config.run import RunConfig
 from hfdist.config.task import Head
 from hfdist.data import PoolReport
-from hfdist.models.build import auto_class
+from hfdist.models.heads import HEADS
 from hfdist.planning.grade import PEAK, STEP
 from hfdist.records import RunRecord
 from hfdist.run.usage import describe_usage
@@ -230,7 +230,7 @@ def _usage(end: Ending) -> list[str]:
         lines = ["from sentence_transformers import SentenceTransformer", f"model = SentenceTransformer({folder})"]
         asked, found = 'model.encode_query(["A query."])', 'model.encode_document(["A text.", "Another one."])'
         return [*lines, f"print(model.similarity({asked}, {found}))"]
-    name, package = auto_class(head).__name__, "transformers"
+    name, package = HEADS[head].auto.__name__, "transformers"
     if end.config.adapter.is_used and not (end.folder / "config.json").is_file():
         name, package = name.replace("AutoModel", "AutoPeftModel"), "peft"
     alone = package == "transformers"

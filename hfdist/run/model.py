@@ -5,13 +5,15 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import NamedTuple
 
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from hfdist.config.data import Packing
+from hfdist.config.paths import expand_user
 from hfdist.config.run import RunConfig
-from hfdist.config.task import Head
+from hfdist.config.task import Head, Pooling, TaskName
 from hfdist.config.train import Precision
 from hfdist.data import TokenStream
 from hfdist.errors import ConfigError
@@ -19,6 +21,7 @@ from hfdist.models import find_architecture
 from hfdist.models.adapter_trial import try_adapter
 from hfdist.models.attention_choice import choose_attention
 from hfdist.models.blocks import compile_blocks, compiles_blocks
+from hfdist.models.encoders import LABELS, check_reads_texts, takes_texts_apart
 from hfdist.models.float8 import use_float8
 from hfdist.models.positions import counts_from_zero
 from hfdist.models.probing import class_keeps_documents_apart
@@ -28,6 +31,7 @@ from hfdist.models.target_loss import check_target_loss
 from hfdist.run.data import make_cache
 from hfdist.strategies.base import Strategy
 from hfdist.strategies.select import device_type_here
+from hfdist.tune.embedding_folder import read_pooling
 from hfdist.tune.embedding_losses import check_sizes
 from hfdist.tune.learned_reward import check_reward_model
 
@@ -54,20 +58,30 @@ def find_model(config: RunConfig) -> FoundModel:
     try_adapter(start.model, architecture, config.adapter, head=head)
     if config.task.reward_model is not None:
         check_reward_model(config.task.reward_model)
+    is_encoder = False
+    if head in (Head.none, *LABELS):
+        is_encoder = check_reads_texts(architecture, head=head, longest=config.data.sequence_length)
+    if config.task.name is TaskName.embed and config.task.pooling is Pooling.auto:
+        folder = None if start.model.name is None else Path(expand_user(start.model.name))
+        own = None if folder is None else read_pooling(folder)
+        # Before the config is written down.
+        config.task.pooling = own or (Pooling.mean if is_encoder else Pooling.last)
     check_sizes(config.task, architecture)
     if head is Head.targets:
         check_target_loss(start.model, architecture)
     found = replace(config, model=start.model)
-    why_together = choose_attention(found, architecture, device_type_here())
+    why_together = None if is_encoder else choose_attention(found, architecture, device_type_here())
     return FoundModel(found, architecture, start.fetch_weights, why_together)
 
 
-def check_packing(model: PreTrainedModel, stream: TokenStream, strategy: Strategy) -> None:
-    """Warn where packed documents see each other.
+def check_packing(model: PreTrainedModel, stream: TokenStream, strategy: Strategy, head: Head) -> None:
+    """Warn where packed documents see each other; `head`: what the model gives at its end.
 
     Raises:
         ConfigError: the model counts positions otherwise than packed documents have them.
     """
+    if takes_texts_apart(model, head):
+        return
     if not strategy.partitions_in_constructor and class_keeps_documents_apart(model) is False:
         logger.warning(
             "packed documents see each other in this model: %s does not mask by positions", model.config.model_type

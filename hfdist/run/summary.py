@@ -162,7 +162,7 @@ _NAMES = {
 
 
 def _show(sequence: Packed, tokenizer: PreTrainedTokenizerBase, task: TaskConfig) -> str:
-    lines = []
+    lines, rows_are = [], task.name.traits.row_format
     rows = sequence.rows[:, : sequence.num_tokens]
     starts = [*np.flatnonzero(rows[POSITION_IDS] == 0).tolist(), rows.shape[1]]
     for start, stop in pairwise(starts):
@@ -176,8 +176,7 @@ def _show(sequence: Packed, tokenizer: PreTrainedTokenizerBase, task: TaskConfig
             piece = _safe(text[len(before) :])
             shown += f"{_OPEN}{piece}{_SHUT}" if is_target[first] else piece
             before = text
-        names = _NAMES.get(task.name.traits.row_format)
-        told = "" if names is None else f"{names[int(is_rejected)]}: "
+        told = next((f"{names[int(is_rejected)]}: " for kind, names in _NAMES.items() if kind is rows_are), "")
         lines.append(f"  {told}{shown}".replace("\n", "\n  "))
     return "\n  --\n".join(lines)
 

@@ -12,6 +12,7 @@ from hfdist.config.batch import BatchPlan, num_warmup_steps
 from hfdist.config.composition.unknown_keys import check_argument
 from hfdist.config.optimizer import OptimizerConfig
 from hfdist.config.run import RunConfig
+from hfdist.config.task import Head
 from hfdist.config.train import Compile, Precision
 from hfdist.errors import ConfigError, PeerError, first_line, nearest
 from hfdist.launch.gloo_interface import VARIABLE, choose_gloo_interface
@@ -79,7 +80,8 @@ def _generated(config: RunConfig, batch: BatchPlan, max_steps: int) -> dict[str,
         "ignore_data_skip": True,
         "remove_unused_columns": False,
         "average_tokens_across_devices": True,
-        "ddp_find_unused_parameters": False,
+        # Without a head, a pooler has no use, so that a small model is asked.
+        "ddp_find_unused_parameters": None if config.task.name.traits.head is Head.none else False,
     } | _optimizer(config.optimizer, batch, max_steps)
 
 

@@ -24,9 +24,8 @@ from hfdist.checkpoint.piece import WEIGHT, Piece
 from hfdist.collectives import is_planned
 from hfdist.config.batch import IGNORED
 from hfdist.errors import first_line
-from hfdist.models.embeddings import has_no_head
 from hfdist.models.positions import padding_id
-from hfdist.models.probing import keeps_documents_apart, probe_loss, scores_sequences
+from hfdist.models.probing import has_token_loss, keeps_documents_apart, probe_loss, scores_sequences
 
 LOSS_BOUND, GRADIENT_BOUND = 1e-5, 1e-4
 """Largest relative differences. Sums of other orders make up to 4e-5 in a gradient of recurrent types, which in float64
@@ -197,8 +196,6 @@ def _make_batch(model: PreTrainedModel, num_tokens: int, given: str | None, *, s
         more = {MASK: mask.long()}
     elif given == TYPES:
         more = {TYPES: (places >= num_tokens // 2).long()}
-    if scores_sequences(model):
-        labels = ids[:, 0] / 100
     batch = {"input_ids": ids, "labels": labels} | more
     return {name: tensor.to(model.device) for name, tensor in batch.items()}
 
@@ -212,7 +209,7 @@ def _accumulate(
 ) -> torch.Tensor:
     """Run several micro batches and give the loss of each."""
     takes_any = any(one.kind is one.VAR_KEYWORD for one in inspect.signature(model.forward).parameters.values())
-    counts = takes_any and not scores_sequences(model) and not has_no_head(model)
+    counts = takes_any and has_token_loss(model)
     counted = {"num_items_in_batch": num_items} if counts else {}
     losses = []
     for batch in batches:

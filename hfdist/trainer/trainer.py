@@ -434,7 +434,7 @@ class DistributedTrainerMixin(_Trainer):
             # The pass is over; the original would ask once for each step that is left.
             self.control.should_epoch_stop = True
             return samples, num_items
-        num_tokens = num_input_tokens
+        num_tokens: Callable[[Batch], int] = num_input_tokens
         if self.options.objective is not None:
             samples = self.options.objective.begin_step(samples, self.hooks(self.model_wrapped))
             num_tokens = self.options.objective.num_tokens

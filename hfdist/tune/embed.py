@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -23,11 +23,16 @@ from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hfdist.collectives import gather_json
+from hfdist.config.batch import IGNORED
 from hfdist.config.data import TextsConfig
-from hfdist.config.task import Pooling, TaskConfig, TaskLoss
+from hfdist.config.task import Head, Pooling, TaskConfig, TaskLoss
+from hfdist.models.encoders import takes_texts_apart
+from hfdist.models.positions import padding_id
+from hfdist.models.texts_apart import TextsApart
 from hfdist.strategies.engine import Batch, Forward, TrainerHooks
 from hfdist.trainer.step.forwards import evaluating
 from hfdist.trainer.step.objective import Documents, Objective
+from hfdist.trainer.training import Training
 from hfdist.tune.embedding_folder import ending_texts, write_embedding_files
 from hfdist.tune.embedding_losses import (
     NEGATIVE,
@@ -89,6 +94,14 @@ class Embeddings(Objective):
         self._tokenizer = ending_texts(tokenizer, texts)
         self._held_out: list[float] = []
         """The loss of each held-out query of the evaluation that is on."""
+
+    def begin(self, training: Training) -> None:
+        """See `Objective.begin`."""
+        super().begin(training)
+        model = cast(PreTrainedModel, training.model)
+        self._reads_apart = takes_texts_apart(model, Head.none)
+        """Whether each text is in a row of its own, as texts of a row would see each other."""
+        self._padding = padding_id(model) or 0
 
     def write_files(self, folder: Path) -> None:
         """Write what sentence-transformers needs."""
@@ -199,18 +212,31 @@ class Embeddings(Objective):
 
     def _states(self, model: nn.Module, batch: Batch, texts: Places) -> torch.Tensor:
         """Run the model, and give the embedding of each text before it is normalized; [texts, width], float32."""
-        inputs: dict[str, Any] = {name: batch[name] for name in ("input_ids", "position_ids")}
-        states = model(**inputs, use_cache=False)[0].float()
-        flat = states.flatten(0, 1)
+        documents = Documents.of(batch)
+        flat = self._read(model, batch, documents)
         if self._task.pooling is Pooling.last:
             return flat[texts.last]
-        documents = Documents.of(batch)
+        if self._task.pooling is Pooling.cls:
+            return flat[texts.first]
         number = torch.full((flat.shape[0],), len(texts.last), device=flat.device)
         number[texts.documents] = torch.arange(len(texts.last), device=flat.device)
         # What fills up goes to a last one, which is left out.
         of_token = number[documents.of_token.flatten()]
         sums = flat.new_zeros(len(texts.last) + 1, flat.shape[1]).index_add(0, of_token, flat)
         return (sums / torch.bincount(of_token, minlength=len(sums)).clamp(min=1)[:, None])[:-1]
+
+    def _read(self, model: nn.Module, batch: Batch, documents: Documents) -> torch.Tensor:
+        """Give the hidden state of each token of texts; shape [rows x tokens, width], float32."""
+        ids, positions = batch["input_ids"], batch["position_ids"]
+        if not self._reads_apart:
+            states: torch.Tensor = model(input_ids=ids, position_ids=positions, use_cache=False)[0]
+            return states.float().flatten(0, 1)
+        # What fills up is no text.
+        has_targets = documents.sum((documents.labels != IGNORED).float()) > 0
+        texts = TextsApart.of(documents.is_first, has_targets[documents.of_token])
+        inputs = texts.take_apart(ids, fill=self._padding)
+        apart: torch.Tensor = model(input_ids=inputs, attention_mask=texts.mask)[0]
+        return texts.put_back(apart.float(), ids.numel())
 
 
 def _digests(batch: Batch, texts: Places) -> Iterator[str]:

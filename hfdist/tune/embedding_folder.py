@@ -1,7 +1,7 @@
 """What a folder of an embedding model holds besides the model, so that sentence-transformers opens it.
 
 modules.json                        Transformer (the folder itself), 1_Pooling, and 2_Normalize where asked
-1_Pooling/config.json               last token, or mean
+1_Pooling/config.json               last token, mean, or first token
 config_sentence_transformers.json   prompts of queries and documents, and the similarity
 tokenizer.json                      ends each text with the end token, as in training; AutoTokenizer does so, too
 """
@@ -23,8 +23,48 @@ from hfdist.data.tokenization.text_encoder import Encoder
 from hfdist.errors import ConfigError
 
 _SAMPLE = "A query of some words."
+_POOLING = "1_Pooling/config.json"
+_LARGE = 1 << 16
+"""Bytes of such a file; they have some hundreds."""
+_MODE = "pooling_mode_"
+_NAMES = {
+    Pooling.last: ("lasttoken",),
+    Pooling.mean: ("mean_tokens", "mean"),
+    Pooling.cls: ("cls_token", "cls"),
+}
+"""What sentence-transformers calls each: as fields that are true, and in later versions as one value."""
 _TYPES = "sentence_transformers.models."
 """Where the modules are in all versions of sentence-transformers; later ones have them elsewhere, too."""
+
+
+def read_pooling(folder: Path) -> Pooling | None:
+    """Give the pooling of a folder of sentence-transformers; None: it says none.
+
+    Raises:
+        ConfigError: it pools in a way that is not trained here.
+    """
+    file = folder / _POOLING
+    try:
+        if not file.is_file() or file.stat().st_size > _LARGE:
+            return None
+        values = json.loads(file.read_bytes())
+        modes = {name for name, value in values.items() if name.startswith(_MODE) and value is True}
+        if isinstance(values.get("pooling_mode"), str):
+            modes = {_MODE + values["pooling_mode"]}
+    except (OSError, ValueError, AttributeError, RecursionError):
+        return None
+    if not modes:
+        return None
+    known = {_MODE + name: own for own, names in _NAMES.items() for name in names}
+    if len(modes) == 1 and (found := known.get(*modes)) is not None:
+        return found
+    raise ConfigError(
+        "this model's embeddings are pooled in a way that is not trained here",
+        where="model.name",
+        found=f"{', '.join(sorted(modes))} in {file}",
+        allowed=", ".join(sorted(known)),
+        hint="task.pooling=mean",
+    )
 
 
 def ending_texts(tokenizer: PreTrainedTokenizerBase, texts: TextsConfig) -> PreTrainedTokenizerBase:
@@ -106,12 +146,12 @@ def write_embedding_files(
     )
     pooling = {
         "word_embedding_dimension": width,
-        "pooling_mode_cls_token": False,
+        "pooling_mode_cls_token": task.pooling is Pooling.cls,
         "pooling_mode_mean_tokens": task.pooling is Pooling.mean,
         "pooling_mode_lasttoken": task.pooling is Pooling.last,
         "include_prompt": True,
     }
-    _write(folder / "1_Pooling" / "config.json", pooling)
+    _write(folder / _POOLING, pooling)
     if task.normalize:
         _write(folder / paths[-1] / "config.json", {})
     about = {

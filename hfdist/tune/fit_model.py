@@ -5,24 +5,29 @@ from __future__ import annotations
 from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from hfdist.config.task import Head
 from hfdist.errors import ConfigError
+from hfdist.models.encoders import LABELS, takes_texts_apart
 from hfdist.models.positions import counts_from_zero
 from hfdist.models.probing import class_keeps_documents_apart
 
 
-def fit_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> None:
+def fit_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, head: Head) -> None:
     """Switch dropout off, in place, and set a pad token if the model has none.
 
-    Log-probabilities of answers are compared, and dropout would make them differ by chance.
+    Log-probabilities of answers are compared, and dropout would make them differ by chance. Losses of labels are not:
+    such a model, by its `head`, keeps its dropout.
 
     Raises:
         ConfigError: as of `check_packable`.
     """
-    check_packable(model, where="model.name, model.type")
+    if not takes_texts_apart(model, head):
+        check_packable(model, where="model.name, model.type")
     if model.config.pad_token_id is None:
-        # A model for sequence classification asks for it, though no sequence is padded.
-        model.config.pad_token_id = tokenizer.eos_token_id
-    for module in model.modules():
+        # A model for sequence classification asks for it.
+        own = tokenizer.pad_token_id
+        model.config.pad_token_id = tokenizer.eos_token_id if own is None else own
+    for module in () if head in LABELS else model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
         for name in [name for name, value in vars(module).items() if "dropout" in name and isinstance(value, float)]:

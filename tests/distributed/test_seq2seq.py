@@ -117,7 +117,10 @@ def test_losses_and_weights_are_those_of_transformers(single, tmp_path, models, 
 
 def check_folder(run, state):
     """The folder opens as users open it, and its model writes what the last evaluation has written."""
-    model, tokenizer = AutoModelForSeq2SeqLM.from_pretrained(run / "model"), AutoTokenizer.from_pretrained(run / "model")
+    model, tokenizer = (
+        AutoModelForSeq2SeqLM.from_pretrained(run / "model"),
+        AutoTokenizer.from_pretrained(run / "model"),
+    )
     assert model.state_dict().keys() == state.keys()
     texts, _ = written(run)
     # After the start token; of some types the last one is always an end.

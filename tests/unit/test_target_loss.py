@@ -28,7 +28,7 @@ def test_the_loss_of_a_type_is_the_sum_over_its_targets(kind):
     [
         # Its own loss is of n-grams.
         ("prophetnet", {}, "its own loss is"),
-        ("t5", {"decoder_start_token_id": None}, "null"),
+        ("bart", {"decoder_start_token_id": None}, "null"),
         ("m2m_100", {"encoder_layerdrop": 0.05}, "0.05"),
     ],
 )

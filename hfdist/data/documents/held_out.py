@@ -106,9 +106,7 @@ def open_held_out_sources(
     return HeldOutSources(parts)
 
 
-def _pack(
-    corpus: Corpus, tokenizer: PreTrainedTokenizerBase, config: DataConfig, one_each: bool
-) -> NDArray[np.int32]:
+def _pack(corpus: Corpus, tokenizer: PreTrainedTokenizerBase, config: DataConfig, one_each: bool) -> NDArray[np.int32]:
     encoders = Encoders.of(tokenizer, config)
     documents = Documents(corpus, encoders, open_token_cache(config), config, held_out=True)
     counts = HeldOutCounts()

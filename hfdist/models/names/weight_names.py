@@ -16,6 +16,8 @@ from hfdist.errors import ConfigError
 from hfdist.models.hub_client import reading_from_hub
 
 _SCORE_PREFIX = f"{SCORE}."
+_POOLER_PREFIX = "pooler."
+"""What transformers calls the layer over the first token's state, which models for masked tokens lack."""
 _NOT_CONVERTED = "issues during automatic conversion of the weights"
 """What transformers says, in a RuntimeError that has no class of its own (utils/loading_report.py)."""
 _SHOWN = 3
@@ -40,13 +42,21 @@ class NameDifferences:
         Args:
             about: its second value. It lacks what transformers itself deems fine.
             model: its first value.
-            head: what the model gives at its end: a layer that scores is new, and a head for tokens may be left out.
+            head: what the model gives at its end: layers for a score or for labels are new, the pooler that some
+                encoders have is new or not used, and a head for tokens may be left out.
         """
         missing, unexpected = sorted(about["missing_keys"]), sorted(about["unexpected_keys"])
         if head is Head.score:
             missing = [name for name in missing if not name.startswith(_SCORE_PREFIX)]
-        if head in (Head.score, Head.none):
-            unexpected = [name for name in unexpected if name.startswith(f"{model.base_model_prefix}.")]
+        prefix = f"{model.base_model_prefix}."
+        if head in (Head.labels, Head.token_labels):
+            missing = [name for name in missing if name.startswith(prefix)]
+        if head in (Head.labels, Head.none):
+            missing = [name for name in missing if not name.removeprefix(prefix).startswith(_POOLER_PREFIX)]
+        if head not in (Head.tokens, Head.targets):
+            unexpected = [name for name in unexpected if name.startswith(prefix)]
+        if head is Head.masked:
+            unexpected = [name for name in unexpected if not name.removeprefix(prefix).startswith(_POOLER_PREFIX)]
         shapes = sorted(about["mismatched_keys"])
         reshaped = tuple(f"{name}: {list(there)}, not {list(here)}" for name, there, here in shapes)
         return cls(tuple(missing), tuple(unexpected), reshaped)

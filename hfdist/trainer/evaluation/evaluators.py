@@ -23,6 +23,7 @@ from hfdist.topology import Topology
 from hfdist.trainer.checkpointing.log_history import newest_losses
 from hfdist.trainer.evaluation import lm_eval
 from hfdist.trainer.evaluation.generation import (
+    Generate,
     GenerationMetrics,
     PromptSamples,
     encode_prompts,
@@ -31,7 +32,7 @@ from hfdist.trainer.evaluation.generation import (
 from hfdist.trainer.evaluation.loop import Measure
 from hfdist.trainer.generation.continuation import can_generate
 from hfdist.trainer.generation.greedy import continue_prompts
-from hfdist.trainer.generation.limits import find_limits
+from hfdist.trainer.generation.limits import GenerationLimits, find_limits
 from hfdist.trainer.generation.targets import write_targets
 
 logger = logging.getLogger(__name__)
@@ -59,21 +60,14 @@ def make_evaluators(
     callbacks: list[TrainerCallback] = []
     if held_out is None:
         return measures, callbacks
-    is_of_pairs = config.task.name.traits.is_of_pairs
     if evaluate.prompts or evaluate.metrics:
-        limits = find_limits(model, tokenizer, evaluate.max_new_tokens)
-        shared = {"limits": limits, "topology": topology, "rows_at_once": arguments.per_device_eval_batch_size}
-        generate = (
-            partial(write_targets, model=model, **shared)
-            if is_of_pairs
-            else partial(continue_prompts, uses_cache=can_generate(model, topology), **shared)
-        )
+        limits, rows = find_limits(model, tokenizer, evaluate.max_new_tokens), arguments.per_device_eval_batch_size
+        generate = _make_generate(config, model, limits, topology, rows)
     if evaluate.prompts:
-        ids = (
-            list(map(PairEncoder(tokenizer, config.data.pairs).source, evaluate.prompts))
-            if is_of_pairs
-            else encode_prompts(tokenizer, evaluate.prompts, evaluate.chat, config.data.chat)
-        )
+        if config.task.name.traits.is_of_pairs:
+            ids = [PairEncoder(tokenizer, config.data.pairs).source(prompt) for prompt in evaluate.prompts]
+        else:
+            ids = encode_prompts(tokenizer, evaluate.prompts, evaluate.chat, config.data.chat)
         samples = PromptSamples(config.run.folder.samples, tokenizer, generate, evaluate.prompts, ids)
         measures.append(samples)
         callbacks.append(samples)
@@ -86,6 +80,15 @@ def make_evaluators(
     if evaluate.patience is not None:
         callbacks.append(EarlyStopping(evaluate))
     return measures, callbacks
+
+
+def _make_generate(
+    config: RunConfig, model: PreTrainedModel, limits: GenerationLimits, topology: Topology, rows_at_once: int
+) -> Generate:
+    if config.task.name.traits.is_of_pairs:
+        return partial(write_targets, limits=limits, model=model, topology=topology, rows_at_once=rows_at_once)
+    uses_cache = can_generate(model, topology)
+    return partial(continue_prompts, limits=limits, topology=topology, rows_at_once=rows_at_once, uses_cache=uses_cache)
 
 
 def num_without_improvement(losses: Sequence[float], min_delta: float) -> int:

@@ -67,9 +67,7 @@ def _beginning(model: PreTrainedModel) -> list[int]:
     return [int(start), *([] if forced is None else [int(forced)])]
 
 
-def _write(
-    sources: list[list[int]], forward: Forward, limits: GenerationLimits, beginning: list[int]
-) -> torch.Tensor:
+def _write(sources: list[list[int]], forward: Forward, limits: GenerationLimits, beginning: list[int]) -> torch.Tensor:
     """Give the tokens of some rows, -1 after their end; shape [rows, max_new_tokens]. A collective."""
     nothing = torch.empty(0, dtype=torch.long)
     batch = pad_pairs([[torch.tensor(source), nothing] for source in sources])

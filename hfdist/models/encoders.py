@@ -1,0 +1,157 @@
+"""Encoders, in which a token sees what comes after it: found by trying a small model, without a list of types.
+
+Their texts cannot be packed: each is read in a row of its own (models/texts_apart.py).
+"""
+
+from __future__ import annotations
+
+import copy
+
+import torch
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from hfdist.config.task import Head
+from hfdist.errors import ConfigError, first_line
+from hfdist.models.heads import HEADS
+from hfdist.models.positions import count_unused_positions
+from hfdist.models.probing import small_model
+from hfdist.models.shrink import shrink
+
+BOUND = 1e-5
+"""Largest difference of a text beside longer ones from itself alone, in float32, relative to the largest element."""
+_LENGTHS = (11, 23, 4, 17)
+"""Tokens of the texts that are tried: shorter and longer than the window of a small model."""
+_FIRST_ID = 5
+"""Of the tokens that are tried: those before it may be special ones."""
+LABELS = (Head.labels, Head.token_labels)
+"""Ends that give a number for each label."""
+
+
+@torch.no_grad()
+def reads_ahead(model: PreTrainedModel) -> bool:
+    """Whether the first token of a text sees the next one; `model`: small, whole, on the CPU. It may raise anything."""
+    reader = model.base_model
+    ids = _ids(model, max(_LENGTHS))[None]
+    changed = ids.clone()
+    changed[:, 1] = _FIRST_ID
+    before, after = (reader(input_ids=own)[0][:, 0] for own in (ids, changed))
+    return not torch.allclose(before, after, rtol=1e-5, atol=1e-6)
+
+
+@unset_fake_temporarily()
+def takes_texts_apart(model: PreTrainedModel, head: Head) -> bool:
+    """Whether a model is given each text in a row of its own.
+
+    Those with labels are, as their classes look for the ends of rows; those without a head, if they read ahead, of
+    which a small model of the same class is asked.
+    """
+    if head is not Head.none:
+        return head in LABELS
+    with torch.random.fork_rng(devices=[]):
+        try:
+            return reads_ahead(small_model(model))
+        except Exception:  # whatever a model raises that cannot be made small, or reads no text
+            return False
+
+
+@unset_fake_temporarily()
+def check_reads_texts(architecture: PreTrainedConfig, *, head: Head, longest: int) -> bool:
+    """Try whether models of this architecture read texts in padded rows as they read each text alone.
+
+    Of those without a head this is asked if they read ahead: texts of others are packed.
+
+    Args:
+        architecture: from `find_architecture`.
+        head: what the model gives at its end.
+        longest: tokens of the longest text.
+
+    Returns:
+        Whether they are encoders.
+
+    Raises:
+        ConfigError: they do not, they read no text, or they have fewer positions.
+    """
+    with torch.random.fork_rng(devices=[]):
+        try:
+            model = _make_small(architecture, head)
+            if not (is_encoder := reads_ahead(model)) and head is Head.none:
+                return False
+            difference = _differ_by_padding(model)
+            unused = count_unused_positions(model)
+        except Exception as error:  # whatever a model raises that reads something else than text
+            if head is Head.none and architecture.model_type in HEADS[Head.tokens].by_type:
+                # It may be packed.
+                return False
+            raise _refuse(architecture, head, f"a small model cannot read texts: {first_line(error)}") from error
+    # Also where it is no number.
+    if not difference <= BOUND:
+        reason = f"a text says something else beside longer ones: a small model differs by {difference:.0e}"
+        raise _refuse(architecture, head, reason)
+    limit = getattr(architecture.get_text_config(), "max_position_embeddings", None)
+    if unused and isinstance(limit, int) and longest > limit - unused:
+        raise ConfigError(
+            "texts are longer than the model has positions",
+            where="data.sequence_length",
+            found=longest,
+            allowed=f"<= {limit - unused}: the first {unused} of {limit} positions are no token's",
+            hint=f"data.sequence_length={limit - unused}",
+        )
+    return is_encoder
+
+
+def _refuse(architecture: PreTrainedConfig, head: Head, reason: str) -> ConfigError:
+    own = HEADS[head]
+    return ConfigError(
+        reason,
+        where="model.name, model.type",
+        found=f"{architecture.model_type}, as a {own.kind}",
+        allowed=f"a type of {own.auto.__name__} that reads token ids, such as bert, modernbert, qwen3",
+        hint="another model.name",
+    )
+
+
+def _make_small(architecture: PreTrainedConfig, head: Head) -> PreTrainedModel:
+    small = shrink(architecture)
+    torch.default_generator.manual_seed(0)
+    model_class = HEADS[head].by_config[type(small)]
+    if isinstance(model_class, tuple | list):
+        # Of a type with several classes the first one is the usual one.
+        model_class = model_class[0]
+    if model_class.config_class is type(small.get_text_config()):
+        small = small.get_text_config()
+    if small.pad_token_id is None:
+        # Classes that look for the last token of a text ask for it.
+        small.pad_token_id = 0
+    # By its constructor: `from_config` would partition it under ZeRO-3.
+    model: PreTrainedModel = model_class(copy.deepcopy(small))
+    return model.float().eval()
+
+
+@torch.no_grad()
+def _differ_by_padding(model: PreTrainedModel) -> float:
+    """Give the largest difference of what the model says of texts, by themselves and in rows that are filled up."""
+    padding = model.config.get_text_config().pad_token_id
+    ids = torch.full((len(_LENGTHS), max(_LENGTHS)), padding)
+    mask = torch.zeros_like(ids)
+    for row, length in enumerate(_LENGTHS):
+        ids[row, :length], mask[row, :length] = _ids(model, length), 1
+    together: torch.Tensor = model(input_ids=ids, attention_mask=mask)[0]
+    differences, largest = [], 0.0
+    for row, length in enumerate(_LENGTHS):
+        alone: torch.Tensor = model(input_ids=ids[row : row + 1, :length])[0][0]
+        # One number a label of the text, or states of each token.
+        beside = together[row] if alone.shape == together.shape[1:] and alone.ndim == 1 else together[row, :length]
+        differences.append(float((alone - beside).abs().max()))
+        largest = max(largest, float(alone.abs().max()))
+    return max(differences) / max(largest, torch.finfo(torch.float32).tiny)
+
+
+def _ids(model: PreTrainedModel, length: int) -> torch.Tensor:
+    vocab_size: int = model.config.get_text_config().vocab_size
+    ids = _FIRST_ID + 1 + (torch.arange(length) * 7) % (min(vocab_size, 100) - _FIRST_ID - 1)
+    end = model.config.get_text_config().eos_token_id
+    if isinstance(end, int) and end != model.config.get_text_config().pad_token_id:
+        # Some classes take the state of this token for that of the text.
+        ids[-1] = end
+    return ids

@@ -1,0 +1,64 @@
+"""The texts of packed rows, each in a row of its own: for models in which texts of one row would see each other.
+
+    row 0   a a a b b           ids [texts, longest]   a a a .     mask   1 1 1 0
+    row 1   c c c c .                                  b b . .            1 1 0 0
+                                                       c c c c            1 1 1 1
+
+A model then reads a text as it reads any batch of padded texts: positions, segments and masks are those of its own
+type, whatever they are.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class TextsApart:
+    """Where the tokens of texts are among those of a batch, and in rows of their own."""
+
+    tokens: torch.Tensor
+    """Places of the texts' tokens among all tokens of the batch, in order; shape [tokens of texts]."""
+    texts: torch.Tensor
+    """The number of the text that each of them is of; shape [tokens of texts]."""
+    places: torch.Tensor
+    """Its place in this text; shape [tokens of texts]."""
+    mask: torch.Tensor
+    """1 at tokens, 0 at padding; shape [texts, longest]."""
+
+    @classmethod
+    def of(cls, is_first: torch.Tensor, is_text: torch.Tensor) -> TextsApart:
+        """Find them.
+
+        Args:
+            is_first: whether a token is the first one of a text; shape [rows, tokens]. The first token of a row is.
+            is_text: whether a token is one of a text; shape [rows, tokens]. The tokens of a text have none between them
+                that is not. Where there is no text at all, the first token of the batch is taken for one, so that the
+                model has something to read.
+        """
+        is_text, is_first = is_text.flatten(), is_first.flatten()
+        if not bool(is_text.any()):
+            is_text = torch.zeros_like(is_text)
+            is_text[0] = True
+        tokens = is_text.nonzero()[:, 0]
+        _, texts = torch.unique_consecutive(is_first.cumsum(0)[tokens], return_inverse=True)
+        lengths = torch.bincount(texts)
+        places = torch.arange(len(tokens), device=tokens.device) - (lengths.cumsum(0) - lengths)[texts]
+        mask = (torch.arange(int(lengths.max()), device=tokens.device) < lengths[:, None]).long()
+        return cls(tokens, texts, places, mask)
+
+    def take_apart(self, values: torch.Tensor, fill: int = 0) -> torch.Tensor:
+        """Give values of tokens, of shape [rows, tokens], text by text; shape [texts, longest]."""
+        apart = values.new_full(self.mask.shape, fill)
+        apart[self.texts, self.places] = values.flatten()[self.tokens]
+        return apart
+
+    def put_back(self, values: torch.Tensor, num_tokens: int) -> torch.Tensor:
+        """Give values of shape [texts, longest, ...] at the places of the batch; shape [num_tokens, ...], 0 elsewhere.
+
+        `num_tokens`: of all rows of the batch.
+        """
+        back = values.new_zeros(num_tokens, *values.shape[2:])
+        return back.index_copy(0, self.tokens, values[self.texts, self.places])
