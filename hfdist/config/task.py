@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
-from hfdist.config.data import RowFormat
+from hfdist.config.data import Packing, RowFormat
 from hfdist.config.ranges import limited
 
 
@@ -93,7 +93,8 @@ class TaskName(Enum):
     that were liked or not; `reward`: a model that scores answers, from pairs; `grpo`, `rloo`: its own answers to
     prompts, by their rewards; `online_dpo`: pairs of these; `distill`: what a teacher predicts for each next token;
     `embed`: embeddings of texts, by which a query finds the text that belongs to it; `seq2seq`: the target that an
-    encoder-decoder writes of a source.
+    encoder-decoder writes of a source; `mlm`: tokens that are hidden from an encoder; `span_corruption`: spans that
+    are left out of what an encoder-decoder reads.
     """
 
     causal_lm = "causal_lm"
@@ -107,6 +108,8 @@ class TaskName(Enum):
     distill = "distill"
     embed = "embed"
     seq2seq = "seq2seq"
+    mlm = "mlm"
+    span_corruption = "span_corruption"
 
     @property
     def traits(self) -> Traits:
@@ -138,8 +141,12 @@ class Traits:
     """Whether its rows are compared with the model that it begins with."""
     is_of_next_tokens: bool = False
     """Whether it trains the next tokens of texts, so that its loss has a perplexity."""
-    is_of_pairs: bool = False
-    """Whether an encoder reads a source and a decoder writes its target, so that a row stands by itself."""
+    packing: Packing | None = None
+    """What `data.packing=auto` is; None: as the rows need it."""
+    has_one_each: bool = False
+    """Whether a model reads each document in a row of its own, padded; and so is what is held out."""
+    draws: bool = False
+    """Whether what is learned of a document is drawn in each epoch."""
     is_planned: bool = False
     """Whether a plan covers a whole run: plans leave out rollouts, and know only models of tokens."""
     is_reinforcement: bool = False
@@ -339,7 +346,34 @@ TRAITS = {
         unit="row",
         method="as an encoder-decoder, which writes the target of a source",
         row_format=RowFormat.source_target,
-        is_of_pairs=True,
+        packing=Packing.none,
+        has_one_each=True,
+        head=Head.targets,
+    ),
+    TaskName.mlm: Traits(
+        trainer="Trainer",
+        peer="transformers",
+        learning_rate=5e-5,
+        loss_unit="nats a hidden token",
+        keys=("mlm_probability", "mask_replace_prob", "random_replace_prob"),
+        method="as a masked language model: it learns which tokens were hidden from it (BERT, arXiv 1810.04805)",
+        row_format=RowFormat.text,
+        packing=Packing.best_fit,
+        has_one_each=True,
+        draws=True,
+        head=Head.masked,
+    ),
+    TaskName.span_corruption: Traits(
+        trainer="Seq2SeqTrainer",
+        peer="transformers",
+        learning_rate=5e-5,
+        loss_unit="nats a target token",
+        keys=("noise_density", "mean_noise_span_length"),
+        method="by span corruption: it writes spans that were left out of what it reads (T5, arXiv 1910.10683)",
+        row_format=RowFormat.text,
+        packing=Packing.best_fit,
+        has_one_each=True,
+        draws=True,
         head=Head.targets,
     ),
 }
@@ -364,7 +398,7 @@ class TaskConfig:
 
     name: TaskName = TaskName.causal_lm
     """What is learned: causal_lm | dpo | cpo | kto | reward | grpo | rloo | online_dpo | distill | embed |
-    seq2seq."""
+    seq2seq | mlm | span_corruption."""
     loss: TaskLoss = TaskLoss.sigmoid
     """dpo, online_dpo: sigmoid | sigmoid_norm | robust | exo_pair | hinge | ipo | nca_pair | bco_pair | sppo_hard |
     discopop | apo_zero | apo_down; cpo: sigmoid | hinge | ipo | simpo | orpo; kto: kto | apo_zero_unpaired;
@@ -510,6 +544,19 @@ class TaskConfig:
     mask_duplicates: bool = False
     """embed: whether a text that equals a query's positive, and the positive of an equal query, are no negatives of
     it; infonce, infonce_both."""
+
+    # ---- mlm, span_corruption ----
+
+    mlm_probability: float = limited(0.15, above=0, at_most=1)
+    """mlm: probability with which a token, unless it is a special one, is hidden from the model."""
+    mask_replace_prob: float = limited(0.8, at_least=0, at_most=1)
+    """mlm: share of the hidden tokens for which the mask token stands."""
+    random_replace_prob: float = limited(0.1, at_least=0, at_most=1)
+    """mlm: share of the hidden tokens for which any token stands; the others stay as they are."""
+    noise_density: float = limited(0.15, above=0, at_most=0.9)
+    """span_corruption: share of a document's tokens that are left out."""
+    mean_noise_span_length: float = limited(3.0, at_least=1)
+    """span_corruption: mean number of tokens of a span that is left out."""
 
     @property
     def uses_generators(self) -> bool:

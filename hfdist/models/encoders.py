@@ -26,6 +26,8 @@ _FIRST_ID = 5
 """Of the tokens that are tried: those before it may be special ones."""
 LABELS = (Head.labels, Head.token_labels)
 """Ends that give a number for each label."""
+PADDED = (*LABELS, Head.targets, Head.masked)
+"""Ends of models whose texts are never packed."""
 
 
 @torch.no_grad()
@@ -43,11 +45,11 @@ def reads_ahead(model: PreTrainedModel) -> bool:
 def takes_texts_apart(model: PreTrainedModel, head: Head) -> bool:
     """Whether a model is given each text in a row of its own.
 
-    Those with labels are, as their classes look for the ends of rows; those without a head, if they read ahead, of
-    which a small model of the same class is asked.
+    Those with labels are, as their classes look for the ends of rows, and those that write targets or find hidden
+    tokens; those without a head, if they read ahead, of which a small model of the same class is asked.
     """
     if head is not Head.none:
-        return head in LABELS
+        return head in PADDED
     with torch.random.fork_rng(devices=[]):
         try:
             return reads_ahead(small_model(model))
@@ -72,6 +74,10 @@ def check_reads_texts(architecture: PreTrainedConfig, *, head: Head, longest: in
     Raises:
         ConfigError: they do not, they read no text, or they have fewer positions.
     """
+    if head is Head.masked and architecture.is_encoder_decoder:
+        error = _refuse(architecture, head, "this is an encoder-decoder, which hides tokens in another way")
+        error.hint = "task=span_corruption, or another model.name"
+        raise error
     with torch.random.fork_rng(devices=[]):
         try:
             model = _make_small(architecture, head)

@@ -33,7 +33,7 @@ from hfdist.strategies.select import device_type_here, select_strategy
 from hfdist.trainer.checkpointing.start import check_resume, find_start
 from hfdist.trainer.trainer import Trainer
 from hfdist.tune.acting import check_turns
-from hfdist.tune.choose import make_objective
+from hfdist.tune.choose import check_special_tokens, make_objective
 from hfdist.tune.fit_model import fit_model
 from hfdist.tune.student_answers import check_prompts
 from hfdist.tune.teacher import check_teacher
@@ -90,10 +90,11 @@ class Run(RunState):
 
         Raises:
             ConfigError, DataError: sources that are missing, unreadable or too small; a tokenizer larger than the
-                model's vocabulary; a teacher with another one; a chat template that cannot write episodes; rows without
+                model's vocabulary, or without a token that the task needs; a teacher with another one; a chat template that cannot write episodes; rows without
                 prompts where prompts are answered.
         """
         self.data = build_data(self._here, self.topology)
+        check_special_tokens(self.config, self.data.tokenizer)
         fit_vocabulary(self.architecture, self.data.tokenizer, self._here.model)
         if (task := self.config.task).teacher is not None:
             length = self.config.data.sequence_length

@@ -230,6 +230,9 @@ def _usage(end: Ending) -> list[str]:
         lines = ["from sentence_transformers import SentenceTransformer", f"model = SentenceTransformer({folder})"]
         asked, found = 'model.encode_query(["A query."])', 'model.encode_document(["A text.", "Another one."])'
         return [*lines, f"print(model.similarity({asked}, {found}))"]
+    if head is Head.masked:
+        lines = ["from transformers import pipeline", f'fill = pipeline("fill-mask", model={folder})']
+        return [*lines, 'print(fill(f"The capital of France is {fill.tokenizer.mask_token}."))']
     name, package = HEADS[head].auto.__name__, "transformers"
     if end.config.adapter.is_used and not (end.folder / "config.json").is_file():
         name, package = name.replace("AutoModel", "AutoPeftModel"), "peft"

@@ -21,7 +21,7 @@ from hfdist.models import find_architecture
 from hfdist.models.adapter_trial import try_adapter
 from hfdist.models.attention_choice import choose_attention
 from hfdist.models.blocks import compile_blocks, compiles_blocks
-from hfdist.models.encoders import LABELS, check_reads_texts, takes_texts_apart
+from hfdist.models.encoders import LABELS, PADDED, check_reads_texts, takes_texts_apart
 from hfdist.models.float8 import use_float8
 from hfdist.models.positions import counts_from_zero
 from hfdist.models.probing import class_keeps_documents_apart
@@ -59,7 +59,7 @@ def find_model(config: RunConfig) -> FoundModel:
     if config.task.reward_model is not None:
         check_reward_model(config.task.reward_model)
     is_encoder = False
-    if head in (Head.none, *LABELS):
+    if head in (Head.none, Head.masked, *LABELS):
         is_encoder = check_reads_texts(architecture, head=head, longest=config.data.sequence_length)
     if config.task.name is TaskName.embed and config.task.pooling is Pooling.auto:
         folder = None if start.model.name is None else Path(expand_user(start.model.name))
@@ -70,7 +70,7 @@ def find_model(config: RunConfig) -> FoundModel:
     if head is Head.targets:
         check_target_loss(start.model, architecture)
     found = replace(config, model=start.model)
-    why_together = None if is_encoder else choose_attention(found, architecture, device_type_here())
+    why_together = None if is_encoder or head in PADDED else choose_attention(found, architecture, device_type_here())
     return FoundModel(found, architecture, start.fetch_weights, why_together)
 
 

@@ -6,40 +6,25 @@ stand together (data/packing), and no row sees another one.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 from torch import nn
 
 from hfdist.config.batch import IGNORED
 from hfdist.models.target_loss import pad_pairs, sum_target_losses
 from hfdist.strategies.engine import Batch
-from hfdist.trainer.step.loss import Convention
-from hfdist.trainer.step.objective import Objective
+from hfdist.tune.token_loss import TokenLoss
 
 
-class SequenceToSequence(Objective):
+class SequenceToSequence(TokenLoss):
     """An item is a token of a target."""
 
-    is_packed = False
-
-    @property
-    def convention(self) -> Convention:
-        """As of all objectives; the items are tokens, so that their loss has a perplexity."""
-        return replace(super().convention, is_of_tokens=True)
-
-    def count(self, batch: Batch) -> torch.Tensor:
-        """Count the tokens of targets."""
-        return (batch["labels"] != IGNORED).sum()
-
     def num_tokens(self, batch: Batch) -> int:
-        """Count the tokens of sources and of targets, without what fills up: layouts fill up otherwise."""
-        return int(batch["attention_mask"].sum() + self.count(batch))
+        """Count the tokens of sources and of targets."""
+        return super().num_tokens(batch) + int(self.count(batch))
 
     def prepare(self, batch: Batch) -> Batch:
         """Part sources from targets."""
-        rows = [split_pair(*row) for row in zip(batch["input_ids"], batch["labels"], strict=True)]
-        return pad_pairs(rows)
+        return pad_pairs([split_pair(*row) for row in zip(batch["input_ids"], batch["labels"], strict=True)])
 
     def loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         """Sum the losses of the tokens of targets."""

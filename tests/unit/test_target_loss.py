@@ -37,23 +37,25 @@ def test_a_type_whose_loss_is_another_one_is_refused(kind, fields, found):
     for name, value in fields.items():
         setattr(architecture, name, value)
     with pytest.raises(ConfigError) as raised:
-        check_target_loss(ModelConfig(name="FOLDER"), architecture)
+        check_target_loss(ModelConfig(name="FOLDER", init=Init.pretrained), architecture)
     assert found in str(raised.value)
 
 
-@pytest.fixture(scope="module")
-def model():
+def make_model(factor=1.0):
+    """Of MT5; with a large factor its greedy targets have many different tokens."""
     torch.manual_seed(0)
     shape = {"d_model": 32, "d_ff": 64, "num_layers": 2, "num_heads": 2, "d_kv": 16, "vocab_size": 40}
     ids = {"pad_token_id": 0, "eos_token_id": 1, "decoder_start_token_id": 0}
-    config = AutoConfig.for_model("mt5", **shape, **ids, tie_word_embeddings=False, initializer_factor=5.0)
+    config = AutoConfig.for_model("mt5", **shape, **ids, tie_word_embeddings=False, initializer_factor=factor)
     return AutoModelForSeq2SeqLM.from_config(config).eval()
 
 
 ROWS = [[[5, 6, 7, 1], [8, 9, 1]], [[3, 1], [4, 4, 4, 4, 1]], [[9, 8, 7, 6, 5, 4, 1], [2, 1]]]
 
 
-def test_rows_in_any_batches_have_the_same_loss_and_gradients(model):
+def test_rows_in_any_batches_have_the_same_loss_and_gradients():
+    model = make_model()
+
     def grads(batches):
         model.zero_grad()
         total = sum(sum_target_losses(model, pad_pairs([[torch.tensor(s) for s in row] for row in b])) for b in batches)
@@ -62,7 +64,7 @@ def test_rows_in_any_batches_have_the_same_loss_and_gradients(model):
 
     (together, grad), (apart, other) = grads([ROWS]), grads([[row] for row in ROWS])
     assert together == pytest.approx(float(apart), rel=1e-6)
-    assert float((grad - other).norm() / grad.norm()) < 1e-6
+    assert float((grad - other).norm() / grad.norm()) < 1e-5
 
 
 def test_a_row_is_parted_where_its_targets_begin():
@@ -77,7 +79,8 @@ def test_a_row_is_parted_where_its_targets_begin():
     assert int(SequenceToSequence().count(batch)) == int(SequenceToSequence().count(prepared)) == 5
 
 
-def test_greedy_targets_are_those_of_generate(model):
+def test_greedy_targets_are_those_of_generate():
+    model = make_model(5.0)
     sources = [source for source, _ in ROWS]
     limits = GenerationLimits(max_new_tokens=8, end_ids=frozenset({1}), most_tokens=None)
     with torch.no_grad():

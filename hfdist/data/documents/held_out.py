@@ -21,7 +21,7 @@ from hfdist.data.order.lane_state import Place
 from hfdist.data.order.records import numbers_of
 from hfdist.data.packing import windows
 from hfdist.data.packing.concat import concat
-from hfdist.data.packing.sequence import IGNORED, LABELS, NAMES, POSITION_IDS, Sequence, Shape
+from hfdist.data.packing.sequence import IGNORED, LABELS, NAMES, PIECES, POSITION_IDS, Sequence, Shape
 from hfdist.data.packing.windows import RULE
 from hfdist.data.tokenization.encoders import Encoders, check_token_sources
 
@@ -30,17 +30,25 @@ _FORMAT = 4
 
 
 class HeldOut(Dataset[dict[str, torch.Tensor]]):
-    """Packed sequences; item k holds input_ids, position_ids and labels of shape [sequence_length]."""
+    """Packed sequences; item k holds input_ids, position_ids and labels of shape [sequence_length].
 
-    def __init__(self, sequences: NDArray[np.int32], corpus: Corpus) -> None:
-        self._sequences, self._corpus = sequences, corpus
+    With `one_each` it also holds its document as the only piece (`PIECES`); it has the number k.
+    """
+
+    def __init__(self, sequences: NDArray[np.int32], corpus: Corpus, *, one_each: bool = False) -> None:
+        self._sequences, self._corpus, self._has_one_each = sequences, corpus, one_each
 
     def __len__(self) -> int:
         return len(self._sequences)
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         rows = torch.from_numpy(self._sequences[index][: len(NAMES)].astype(np.int64))
-        return dict(zip(NAMES, rows, strict=True))
+        item = dict(zip(NAMES, rows, strict=True))
+        if self._has_one_each:
+            # By its number here: the same in every evaluation.
+            length = int((rows[POSITION_IDS] == 0).nonzero()[:, 0][1:2].sum()) or rows.shape[1]
+            item[PIECES] = torch.tensor([[index, 0, 0, length]])
+        return item
 
     def columns(self, index: int) -> Iterator[Mapping[str, object]]:
         """Give the other columns of the row of each document of an item; nothing at all without them."""
@@ -82,7 +90,7 @@ def build_held_out(
     tokens = Encoders.of(tokenizer, config).digest(examples=corpus.has_examples)
     key = digest_of([_FORMAT, corpus.local_fingerprint, tokens, *settings])
     path = cache_dir(config) / "held_out" / f"{key}.npy"
-    return HeldOut(cached_array(path, lambda: _pack(corpus, tokenizer, config, one_each)), corpus)
+    return HeldOut(cached_array(path, lambda: _pack(corpus, tokenizer, config, one_each)), corpus, one_each=one_each)
 
 
 def open_held_out_sources(
@@ -130,11 +138,11 @@ def _pack(corpus: Corpus, tokenizer: PreTrainedTokenizerBase, config: DataConfig
 
 
 def _filled_up(rows: NDArray[np.int32], shape: Shape) -> NDArray[np.int32]:
-    """Fill the rows of one document up to the length of a sequence; its positions go on."""
+    """Fill the rows of one document up to the length of a sequence, as a document of its own."""
     filled = np.full((len(rows), shape.length), shape.fill_id, dtype=np.int32)
     filled[:, : rows.shape[1]] = rows
     filled[LABELS, rows.shape[1] :] = IGNORED
-    filled[POSITION_IDS] = np.arange(shape.length)
+    filled[POSITION_IDS, rows.shape[1] :] = np.arange(shape.length - rows.shape[1])
     return filled
 
 

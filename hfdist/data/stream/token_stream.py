@@ -32,7 +32,7 @@ from hfdist.data.order.lane_state import Columns, LaneState, Progress
 from hfdist.data.order.records import Records, Status, chain, numbers_of
 from hfdist.data.order.shares import Shares
 from hfdist.data.order.shuffle import LaneOrder, Mixture, workers_that_fit
-from hfdist.data.packing.sequence import IGNORED, Bundle, Sequence, Shape, bundle, collate, unbundle
+from hfdist.data.packing.sequence import IGNORED, PIECES, Bundle, Sequence, Shape, bundle, collate, pieces_of, unbundle
 from hfdist.data.packing.windows import RULE
 from hfdist.data.stream.lane import LanePlan, Packed, open_lanes
 from hfdist.data.stream.ledger import Ledger
@@ -91,6 +91,8 @@ class TokenStream(IterableDataset[dict[str, torch.Tensor]]):
         """The record of all sequences given, if there is one."""
         self.may_begin_anew = False
         """Whether to accept a cursor of other data, and read these from their beginning."""
+        self.tells_pieces = False
+        """Whether batches say of which documents they are made, for what is drawn by document and epoch."""
         self._encoders = Encoders.of(tokenizer, config)
         check_token_sources(config.sources, self._encoders)
         self._global_batch_size = global_batch_size
@@ -378,6 +380,8 @@ class TokenStream(IterableDataset[dict[str, torch.Tensor]]):
         if self.config.keep_columns and self.plan.packing is Packing.none:
             numbers = [next(iter(numbers_of(one.records)), -1) for one in sequences]
             batch[DOCUMENTS] = torch.tensor(numbers)
+        if self.tells_pieces:
+            batch[PIECES] = pieces_of(sequences)
         return batch
 
     def _note(self, lane: int, pool: int, sequence: Sequence) -> None:

@@ -176,12 +176,14 @@ def public_values(value: object) -> Any:
 _KINDS = {
     Head.tokens: "a causal language model",
     Head.targets: "an encoder-decoder",
+    Head.masked: "a masked language model",
     Head.score: "a reward model",
     Head.none: "an embedding model",
 }
 _PIPELINES = {
     Head.tokens: "text-generation",
     Head.targets: "text2text-generation",
+    Head.masked: "fill-mask",
     Head.score: "text-classification",
     Head.none: "sentence-similarity",
 }

@@ -7,9 +7,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedTokenizerBase
 
+from hfdist.config.task import Head
 from hfdist.data.documents.examples import Example, take_examples
+from hfdist.data.tokenization.pair_encoder import PairEncoder
 from hfdist.run.parts.part import Part, warning_of_failure
 from hfdist.run.state import RunState
 
@@ -32,8 +34,10 @@ class SamplePart(Part):
         report, folder, strategy = run.config.report, run.outcome.folder, run.trainer.strategy
         tokenizer, ids, is_free = run.data.tokenizer, None, report.sample_prompt is not None
         what = f"{folder} continues {report.sample_prompt!r}"
-        if is_free:
-            ids = tokenizer(report.sample_prompt)["input_ids"]
+        writes_targets = run.config.task.name.traits.head is Head.targets
+        if report.sample_prompt is not None:
+            pairs = PairEncoder(tokenizer, run.config.data.pairs)
+            ids = pairs.source(report.sample_prompt) if writes_targets else tokenizer(report.sample_prompt)["input_ids"]
         elif (example := held_out_example(run)) is not None and not run.config.task.name.traits.is_reinforcement:
             # Of a policy, rollouts.jsonl has answers.
             ids = example.prompt
@@ -45,7 +49,11 @@ class SamplePart(Part):
             return
         assert strategy is not None
         with strategy.without_partitioning(run.trainer.args):
-            logger.info("%s:\n%s", what, sample(folder, tokenizer, ids, report.sample_tokens, is_free=is_free))
+            if writes_targets:
+                text = write_target(folder, tokenizer, ids, report.sample_tokens)
+            else:
+                text = sample(folder, tokenizer, ids, report.sample_tokens, is_free=is_free)
+        logger.info("%s:\n%s", what, text)
 
 
 def held_out_example(run: RunState) -> Example | None:
@@ -64,9 +72,6 @@ def sample(
     Gives what it has written: freely, by top-k sampling with a fixed seed, or greedily.
     """
     choice = {"do_sample": True, "top_k": 40, "temperature": 0.8} if is_free else {"do_sample": False}
-    config = AutoConfig.from_pretrained(folder)
-    if config.is_encoder_decoder:
-        return _write_target(folder, tokenizer, prompt, num_tokens)
     model = AutoModelForCausalLM.from_pretrained(folder).eval()
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     # The end of a prompt asks.
@@ -85,7 +90,7 @@ def sample(
     return str(tokenizer.decode(output[0, inputs.shape[1] :], skip_special_tokens=True))
 
 
-def _write_target(folder: Path, tokenizer: PreTrainedTokenizerBase, source: Sequence[int], num_tokens: int) -> str:
+def write_target(folder: Path, tokenizer: PreTrainedTokenizerBase, source: Sequence[int], num_tokens: int) -> str:
     """Let an encoder-decoder write the target of `source`, as its generation config has it."""
     model = AutoModelForSeq2SeqLM.from_pretrained(folder).eval()
     with torch.no_grad():

@@ -16,6 +16,7 @@ from transformers import (
 )
 
 from hfdist.config.run import EvaluateConfig, RunConfig
+from hfdist.config.task import Head
 from hfdist.data.documents.examples import take_examples
 from hfdist.data.tokenization.pair_encoder import PairEncoder
 from hfdist.errors import DataError
@@ -64,7 +65,7 @@ def make_evaluators(
         limits, rows = find_limits(model, tokenizer, evaluate.max_new_tokens), arguments.per_device_eval_batch_size
         generate = _make_generate(config, model, limits, topology, rows)
     if evaluate.prompts:
-        if config.task.name.traits.is_of_pairs:
+        if config.task.name.traits.head is Head.targets:
             ids = [PairEncoder(tokenizer, config.data.pairs).source(prompt) for prompt in evaluate.prompts]
         else:
             ids = encode_prompts(tokenizer, evaluate.prompts, evaluate.chat, config.data.chat)
@@ -85,7 +86,7 @@ def make_evaluators(
 def _make_generate(
     config: RunConfig, model: PreTrainedModel, limits: GenerationLimits, topology: Topology, rows_at_once: int
 ) -> Generate:
-    if config.task.name.traits.is_of_pairs:
+    if config.task.name.traits.head is Head.targets:
         return partial(write_targets, limits=limits, model=model, topology=topology, rows_at_once=rows_at_once)
     uses_cache = can_generate(model, topology)
     return partial(continue_prompts, limits=limits, topology=topology, rows_at_once=rows_at_once, uses_cache=uses_cache)
