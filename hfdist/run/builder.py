@@ -90,8 +90,8 @@ class Run(RunState):
 
         Raises:
             ConfigError, DataError: sources that are missing, unreadable or too small; a tokenizer larger than the
-                model's vocabulary, or without a token that the task needs; a teacher with another one; a chat template that cannot write episodes; rows without
-                prompts where prompts are answered.
+                model's vocabulary, or without a token that the task needs; a teacher with another one; a chat template
+                that cannot write episodes; rows without prompts where prompts are answered.
         """
         self.data = build_data(self._here, self.topology)
         check_special_tokens(self.config, self.data.tokenizer)

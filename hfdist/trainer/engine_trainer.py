@@ -45,6 +45,7 @@ from hfdist.trainer.training import Training
 if TYPE_CHECKING:
     from hfdist.trainer.checkpointing.checkpointer import Checkpointer
     from hfdist.trainer.optimizers import Optimizers
+    from hfdist.trainer.run_options import RunOptions
     from hfdist.trainer.step.throughput import Throughput
 
 
@@ -57,6 +58,7 @@ class EngineTrainer(transformers.Trainer):
     checkpointer: Checkpointer
     weighted_loss: WeightedLoss
     router_loss: RouterLoss
+    options: RunOptions
     throughput: Throughput
     _evaluator: Evaluator
     _optimizers: Optimizers
@@ -221,8 +223,9 @@ class EngineTrainer(transformers.Trainer):
 
     def _agree_on_tokens(self) -> None:
         """Let all ranks have the same number of tokens read. A collective."""
-        stream = self.training.stream
-        if stream is not None and stream.plan.packing is not Packing.none:
+        stream, objective = self.training.stream, self.options.objective
+        is_even = objective is None or objective.is_packed
+        if stream is not None and stream.plan.packing is not Packing.none and is_even:
             # Its rows are of one length, so they have it already.
             return
         # Each has taken the rows of the others for as long as its own, so the mean is right.

@@ -6,7 +6,9 @@ import itertools
 import json
 from pathlib import Path
 
+import pytest
 import torch
+import transformers
 from datasets import Dataset
 from tokenizers.processors import TemplateProcessing
 from torch.utils.data import SequentialSampler
@@ -19,9 +21,11 @@ from transformers import (
 )
 
 from hfdist.models.initialize import initialize_by_name
+from hfdist.records import RunFolder, read_lines
 from hfdist.run import prepare_run
 from hfdist.tune.seq2seq import split_pair
 from tests.distributed.preference_runs import EPSILON, GLOBAL_BATCH, RATE, STEPS
+from tests.distributed.runs import eval_losses, losses
 from tests.distributed.trl_runs import MARKS, WORDS, make_tokenizer
 
 _BART = {
@@ -42,15 +46,16 @@ SHAPES = {
 """Fields of small models, by their types."""
 
 
-def write_model(folder: Path, kind: str) -> Path:
+def write_model(folder: Path, kind: str, *, num_sentinels: int = 0) -> Path:
     """A model and a tokenizer that ends each text."""
-    special = {"vocab_size": len(WORDS) + len(MARKS), "pad_token_id": 0, "eos_token_id": 1}
+    tokenizer = make_tokenizer()
+    tokenizer.add_tokens([f"<extra_id_{number}>" for number in range(num_sentinels)], special_tokens=True)
+    special = {"vocab_size": len(tokenizer), "pad_token_id": 0, "eos_token_id": 1}
     if "decoder_start_token_id" not in SHAPES[kind] and kind != "mbart":
         special["decoder_start_token_id"] = 9
     model = AutoModelForSeq2SeqLM.from_config(AutoConfig.for_model(kind, **special, **SHAPES[kind]))
     initialize_by_name(model, 0)
     model.save_pretrained(folder)
-    tokenizer = make_tokenizer()
     tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
         single="$A <end>", special_tokens=[("<end>", tokenizer.eos_token_id)]
     )
@@ -106,3 +111,31 @@ def train_plainly(folder: Path, start: Path, rows: list[dict[str, list[int]]]) -
     trainer.train()
     found = [line["loss"] for line in trainer.state.log_history if "loss" in line]
     return found, {name: tensor.detach() for name, tensor in model.state_dict().items()}
+
+
+def difference(ours: dict, reference: dict) -> float:
+    """The largest of all tensors; of biases of keys, which nothing moves but rounding, not relative to themselves."""
+    assert ours.keys() == reference.keys()
+    return max(float((ours[k] - value).norm() / value.norm().clamp_min(0.1)) for k, value in reference.items())
+
+
+def tokens(run: Path) -> list[int]:
+    """Tokens that were read by each step."""
+    return [line["tokens"] for line in read_lines(RunFolder(run).metrics) if "loss" in line]
+
+
+def check_alike(run: Path, reference: Path) -> None:
+    """Two runs have read, lost and learned the same."""
+    read = [
+        [line["tokens"] for line in read_lines(RunFolder(one).metrics) if "loss" in line] for one in (run, reference)
+    ]
+    assert read[0] == read[1]
+    assert losses(run) == pytest.approx(losses(reference), rel=1e-5)
+    assert eval_losses(run) == pytest.approx(eval_losses(reference), rel=1e-5)
+    assert difference(opened(run), opened(reference)) < 1e-5
+
+
+def opened(run: Path) -> dict:
+    """The weights of a run's folder, opened as users do it."""
+    [name] = AutoConfig.from_pretrained(run / "model").architectures
+    return getattr(transformers, name).from_pretrained(run / "model").state_dict()
