@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from hfdist.config.batch import IGNORED
 from hfdist.data.packing.sequence import PIECES
 from hfdist.strategies.engine import Batch
 
@@ -22,16 +23,19 @@ Ids = NDArray[np.int64]
 def drawn_documents(batch: Batch, seed: int) -> Iterator[tuple[Ids, np.random.Generator]]:
     """Give the token ids of each document of a batch, or of each piece of one, in order, and what draws for it.
 
+    Not of those without labels: quarantined ones, and rows that only fill up.
+
     Args:
-        batch: `input_ids` of shape [rows, tokens], with `PIECES`.
+        batch: `input_ids` and `labels` of shape [rows, tokens], with `PIECES`.
         seed: of the run.
     """
-    for row, pieces in zip(batch["input_ids"].numpy(), batch[PIECES].tolist(), strict=True):
+    columns = batch["input_ids"].numpy(), (batch["labels"] != IGNORED).numpy(), batch[PIECES].tolist()
+    for row, has_label, pieces in zip(*columns, strict=True):
         start = 0
         for document, epoch, first_token, num_tokens in pieces:
-            # Quarantined documents have a place, and no tokens.
-            if num_tokens and document >= 0:
-                yield row[start : start + num_tokens], np.random.default_rng([seed, document, epoch, first_token])
+            place = slice(start, start + num_tokens)
+            if has_label[place].any():
+                yield row[place], np.random.default_rng([seed, document, epoch, first_token])
             start += num_tokens
 
 

@@ -43,6 +43,9 @@ _WHERE = {
     TaskName.online_dpo: ("reinforcement.md", "tune/online_preference.py"),
     TaskName.distill: ("distill.md", "tune/distill.py"),
     TaskName.embed: ("embeddings.md", "tune/embed.py"),
+    TaskName.seq2seq: ("encoders-and-decoders.md", "tune/seq2seq.py"),
+    TaskName.mlm: ("encoders-and-decoders.md", "tune/masked.py"),
+    TaskName.span_corruption: ("encoders-and-decoders.md", "tune/span_corruption.py"),
 }
 """The page and the file of each task."""
 _NEXT_TOKENS = "on the next tokens of texts and answers"

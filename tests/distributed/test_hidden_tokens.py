@@ -46,11 +46,11 @@ TASKS = {
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
     folder = tmp_path_factory.mktemp("models")
-    positions = {"roberta": {"max_position_embeddings": LENGTH + 1}}
+    ends, positions = {"bos_token_id": 2, "eos_token_id": 3}, {"roberta": {"max_position_embeddings": LENGTH + 1}}
     return {
         kind: pair_runs.write_model(folder / kind, kind, num_sentinels=8)
         if kind in pair_runs.SHAPES
-        else write_encoder(folder / kind, kind, head=Head.masked, **positions.get(kind, {}))
+        else write_encoder(folder / kind, kind, head=Head.masked, **ends, **positions.get(kind, {}))
         for kind in TASKS
     }
 

@@ -68,9 +68,10 @@ def test_a_document_draws_the_same_wherever_it_stands(masks):
 
 
 def test_a_batch_of_nothing_is_read_and_has_no_label(masks, spans):
-    quarantined = batch_of([(-1, [7, 7, 7])])
+    """Of quarantined documents, and of rows that only fill up."""
+    batch = batch_of([FIRST, SECOND])
     for objective in (masks, spans):
-        prepared = objective.prepare(quarantined)
+        prepared = objective.prepare(batch | {"labels": torch.full_like(batch["labels"], IGNORED)})
         assert int(objective.count(prepared)) == 0
         assert prepared["input_ids"].shape[0] == prepared["attention_mask"].sum() == 1
 

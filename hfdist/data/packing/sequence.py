@@ -27,7 +27,7 @@ from hfdist.config.batch import IGNORED as IGNORED
 from hfdist.config.data import Packing
 from hfdist.data import marks
 from hfdist.data.order.lane_state import Place
-from hfdist.data.order.records import Records, Status, count_new_documents, join, make_records
+from hfdist.data.order.records import Records, count_new_documents, join, make_records
 from hfdist.errors import CheckpointError
 
 Integers = NDArray[np.int64]
@@ -159,15 +159,14 @@ def collate(sequences: list[Sequence], packing: Packing, shape: Shape) -> dict[s
 def pieces_of(sequences: Sequences[Sequence]) -> torch.Tensor:
     """Say of which documents sequences are made, in their order; shape [sequences, most pieces, 4], int64.
 
-    The number of a document (-1: quarantined), its epoch, the place of the piece's first token in the document, and the
-    piece's tokens: 0 where a sequence has fewer pieces.
+    The number of a document, its epoch, the place of the piece's first token in the document, and the piece's tokens: 0
+    where a sequence has fewer pieces.
     """
     made = [one.records[one.records["num_tokens"] > 0] for one in sequences]
     pieces = torch.zeros(len(made), max(1, *map(len, made)), 4, dtype=torch.long)
     for row, records in enumerate(made):
-        documents = np.where(records["fate"] == Status.trained, records["document"], -1)
-        columns = [documents, *(records[name] for name in ("epoch", "first_token", "num_tokens"))]
-        pieces[row, : len(records)] = torch.from_numpy(np.stack([c.astype(np.int64) for c in columns], 1))
+        columns = [records[name].astype(np.int64) for name in ("document", "epoch", "first_token", "num_tokens")]
+        pieces[row, : len(records)] = torch.from_numpy(np.stack(columns, 1))
     return pieces
 
 
