@@ -45,7 +45,6 @@ from hfdist.trainer.training import Training
 if TYPE_CHECKING:
     from hfdist.trainer.checkpointing.checkpointer import Checkpointer
     from hfdist.trainer.optimizers import Optimizers
-    from hfdist.trainer.run_options import RunOptions
     from hfdist.trainer.step.throughput import Throughput
 
 
@@ -58,7 +57,6 @@ class EngineTrainer(transformers.Trainer):
     checkpointer: Checkpointer
     weighted_loss: WeightedLoss
     router_loss: RouterLoss
-    options: RunOptions
     throughput: Throughput
     _evaluator: Evaluator
     _optimizers: Optimizers
@@ -66,6 +64,8 @@ class EngineTrainer(transformers.Trainer):
     """Whether an evaluation loop must keep the outputs of the model."""
     _steps_run: set[str]
     """Which parts of a step the engine has done since the last one."""
+    _counts_rows = True
+    """Whether the tokens of a batch are those of its rows, with what fills up."""
     _norm: object
     """What the last `_clip_grad_norm` has found."""
     _trained: list[tuple[nn.Parameter, bool]]
@@ -223,9 +223,8 @@ class EngineTrainer(transformers.Trainer):
 
     def _agree_on_tokens(self) -> None:
         """Let all ranks have the same number of tokens read. A collective."""
-        stream, objective = self.training.stream, self.options.objective
-        is_even = objective is None or objective.is_packed
-        if stream is not None and stream.plan.packing is not Packing.none and is_even:
+        stream = self.training.stream
+        if stream is not None and stream.plan.packing is not Packing.none and self._counts_rows:
             # Its rows are of one length, so they have it already.
             return
         # Each has taken the rows of the others for as long as its own, so the mean is right.

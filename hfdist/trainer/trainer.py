@@ -130,6 +130,7 @@ class DistributedTrainerMixin(_Trainer):
         self._optimizers = Optimizers(self.training, self.options.base_width)
         if self.options.objective is not None:
             self.weighted_loss.convention = self.options.objective.convention
+            self._counts_rows = self.options.objective.is_packed
             self.loss_is_scaled_for_ga = True
         if trl_trainers.is_sft(type(self)):
             self._fit_sft()
