@@ -53,7 +53,8 @@ class RowFormat(Enum):
     `completion` and `label` (true or false); `prompt`: a prompt alone; all as text or as messages. `retrieval`: `query`
     (or `anchor`), `positive` and, if there are any, negatives; `ranking`: the same columns, each text read together
     with its query. `scored_pair`: `text_a`, `text_b` and `score`. `labelled`: `text` and `label`, with or without
-    `text_pair`. `tagged`: `tokens`, which are words, and `tags`, one a word.
+    `text_pair`. `tagged`: `tokens`, which are words, and `tags`, one a word. `source_target`: `source` and `target` (or
+    `prompt` and `completion`), both text.
     """
 
     text = "text"
@@ -70,6 +71,7 @@ class RowFormat(Enum):
     scored_pair = "scored_pair"
     labelled = "labelled"
     tagged = "tagged"
+    source_target = "source_target"
 
 
 NEGATIVES = ("negative", *(f"negative_{number}" for number in range(1, 17)), "negatives", "neg")
@@ -91,6 +93,7 @@ COLUMNS = _TOLD_APART | {
     RowFormat.scored_pair: ("text_a", "text_b", "score"),
     RowFormat.labelled: ("text", "label", "text_pair"),
     RowFormat.tagged: ("tokens", "tags"),
+    RowFormat.source_target: ("source", "target", "prompt", "completion"),
 }
 """Columns that each format reads, if they are there."""
 LABELLED = {RowFormat.labelled: 2, RowFormat.tagged: 2, RowFormat.ranking: 18}
@@ -268,6 +271,22 @@ class TextsConfig:
 
 
 @dataclass(kw_only=True)
+class PairsConfig:
+    """How the texts of `source_target` rows become tokens."""
+
+    source_prompt: str = ""
+    """What is put before each source, such as "summarize: "."""
+    source_language: str | None = None
+    """Language of the sources, as the tokenizer names it (en_XX, eng_Latn); null: the tokenizer's own."""
+    target_language: str | None = None
+    """Language of the targets, as the tokenizer names it; null: the tokenizer's own."""
+    max_source_tokens: int | None = limited(None, at_least=1)
+    """Most tokens of a source, with its special ones; longer ones lose their end. null: they are not cut."""
+    max_target_tokens: int | None = limited(None, at_least=1)
+    """Most tokens of a target, with its special ones; longer ones lose their end. null: they are not cut."""
+
+
+@dataclass(kw_only=True)
 class DataConfig:
     """The token stream."""
 
@@ -302,6 +321,8 @@ class DataConfig:
     """How texts that are no documents become tokens."""
     labels: LabelsConfig = field(default_factory=LabelsConfig)
     """What the labels of `labelled` and `tagged` rows are."""
+    pairs: PairsConfig = field(default_factory=PairsConfig)
+    """How the texts of `source_target` rows become tokens."""
     seed: int = limited(0, at_least=0)
     """Seed of the order of the documents."""
     lanes: int = limited(48, at_least=1)
@@ -345,6 +366,12 @@ class DataConfig:
     def longest_row(self) -> int:
         """Most tokens of a row: those of a sequence, unless its labels stand after its texts."""
         return self.sequence_length * LABELLED.get(self.format, 1)
+
+    @property
+    def longest_side(self) -> int:
+        """Most tokens of a source, or of a target."""
+        limits = (self.pairs.max_source_tokens, self.pairs.max_target_tokens)
+        return max(min(self.sequence_length, self.sequence_length if most is None else most) for most in limits)
 
     @property
     def all_sources(self) -> dict[str, SourceConfig]:

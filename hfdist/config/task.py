@@ -1,11 +1,11 @@
-"""`task.*`: what is trained: next tokens, a teacher's, preferences, a reward, a policy, embeddings, labels."""
+"""`task.*`: what is trained: next tokens, targets of sources, preferences, a reward, a policy, embeddings, labels."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from enum import Enum
 
-from hfdist.config.data import RowFormat
+from hfdist.config.data import Packing, RowFormat
 from hfdist.config.ranges import limited
 
 
@@ -50,11 +50,15 @@ class TaskLoss(Enum):
 class Head(Enum):
     """What a model gives at its end.
 
-    `tokens`: a distribution of the next token; `score`: one number, at the end of an answer; `labels`: a number for
-    each label of a text; `token_labels`: the same of a token; `none`: its hidden states themselves.
+    `tokens`: a distribution of the next token; `targets`: that of the next token of a target, of which an encoder has
+    read the source; `masked`: that of a token whose place is hidden; `score`: one number, at the end of an answer;
+    `labels`: a number for each label of a text; `token_labels`: the same of a token; `none`: its hidden states
+    themselves.
     """
 
     tokens = "tokens"
+    targets = "targets"
+    masked = "masked"
     score = "score"
     labels = "labels"
     token_labels = "token_labels"
@@ -64,6 +68,11 @@ class Head(Enum):
     def gives_labels(self) -> bool:
         """Whether transformers' own class says all up to the loss; then each text is in a row of its own."""
         return self in (Head.labels, Head.token_labels)
+
+    @property
+    def is_padded(self) -> bool:
+        """Whether texts are in rows of their own, filled up to the longest: they are never packed."""
+        return self.gives_labels or self in (Head.targets, Head.masked)
 
 
 class Pooling(Enum):
@@ -98,7 +107,9 @@ class TaskName(Enum):
     that were liked or not; `reward`: a model that scores answers, from pairs; `grpo`, `rloo`: its own answers to
     prompts, by their rewards; `online_dpo`: pairs of these; `distill`: what a teacher predicts for each next token;
     `embed`: embeddings of texts, by which a query finds the text that belongs to it; `classify`, `token_classify`: the
-    labels of texts, and of their words; `rerank`: how well a text answers a query, read together.
+    labels of texts, and of their words; `rerank`: how well a text answers a query, read together; `seq2seq`: the target
+    that an encoder-decoder writes of a source; `mlm`: tokens that are hidden from an encoder; `span_corruption`: spans
+    that are left out of what an encoder-decoder reads.
     """
 
     causal_lm = "causal_lm"
@@ -114,6 +125,9 @@ class TaskName(Enum):
     classify = "classify"
     token_classify = "token_classify"
     rerank = "rerank"
+    seq2seq = "seq2seq"
+    mlm = "mlm"
+    span_corruption = "span_corruption"
 
     @property
     def traits(self) -> Traits:
@@ -145,6 +159,12 @@ class Traits:
     """Whether its rows are compared with the model that it begins with."""
     is_of_next_tokens: bool = False
     """Whether it trains the next tokens of texts, so that its loss has a perplexity."""
+    packing: Packing | None = None
+    """What `data.packing=auto` is; None: as the rows need it."""
+    has_one_each: bool = False
+    """Whether a model reads each document in a row of its own, padded; and so is what is held out."""
+    draws: bool = False
+    """Whether what is learned of a document is drawn in each epoch."""
     is_planned: bool = False
     """Whether a plan covers a whole run: plans leave out rollouts, and know only models of tokens."""
     is_reinforcement: bool = False
@@ -158,8 +178,8 @@ class Traits:
 
     @property
     def writes_text(self) -> bool:
-        """Whether the model predicts tokens, so that it can be sampled, and a plan knows it."""
-        return self.head is Head.tokens
+        """Whether the model predicts tokens one after the other, so that it can be sampled."""
+        return self.head in (Head.tokens, Head.targets)
 
 
 _OF_PAIRS = ("loss", "beta", "label_smoothing", "margin", "nll_weight")
@@ -368,6 +388,44 @@ TRAITS = {
         losses=(TaskLoss.bce, TaskLoss.ranknet, TaskLoss.softmax),
         head=Head.labels,
     ),
+    TaskName.seq2seq: Traits(
+        trainer="Seq2SeqTrainer",
+        peer="transformers",
+        learning_rate=5e-5,
+        loss_unit="nats a target token",
+        unit="row",
+        method="as an encoder-decoder, which writes the target of a source",
+        row_format=RowFormat.source_target,
+        packing=Packing.none,
+        has_one_each=True,
+        head=Head.targets,
+    ),
+    TaskName.mlm: Traits(
+        trainer="Trainer",
+        peer="transformers",
+        learning_rate=5e-5,
+        loss_unit="nats a hidden token",
+        keys=("mlm_probability", "mask_replace_prob", "random_replace_prob"),
+        method="as a masked language model: it learns which tokens were hidden from it (BERT, arXiv 1810.04805)",
+        row_format=RowFormat.text,
+        packing=Packing.best_fit,
+        has_one_each=True,
+        draws=True,
+        head=Head.masked,
+    ),
+    TaskName.span_corruption: Traits(
+        trainer="Seq2SeqTrainer",
+        peer="transformers",
+        learning_rate=5e-5,
+        loss_unit="nats a target token",
+        keys=("noise_density", "mean_noise_span_length"),
+        method="by span corruption: it writes spans that were left out of what it reads (T5, arXiv 1910.10683)",
+        row_format=RowFormat.text,
+        packing=Packing.best_fit,
+        has_one_each=True,
+        draws=True,
+        head=Head.targets,
+    ),
 }
 """Each task's: a task is a member of `TaskName` and its entry here."""
 
@@ -390,7 +448,7 @@ class TaskConfig:
 
     name: TaskName = TaskName.causal_lm
     """What is learned: causal_lm | dpo | cpo | kto | reward | grpo | rloo | online_dpo | distill | embed |
-    classify | token_classify | rerank."""
+    classify | token_classify | rerank | seq2seq | mlm | span_corruption."""
     loss: TaskLoss = TaskLoss.sigmoid
     """dpo, online_dpo: sigmoid | sigmoid_norm | robust | exo_pair | hinge | ipo | nca_pair | bco_pair | sppo_hard |
     discopop | apo_zero | apo_down; cpo: sigmoid | hinge | ipo | simpo | orpo; kto: kto | apo_zero_unpaired;
@@ -536,6 +594,19 @@ class TaskConfig:
     mask_duplicates: bool = False
     """embed: whether a text that equals a query's positive, and the positive of an equal query, are no negatives of
     it; infonce, infonce_both."""
+
+    # ---- mlm, span_corruption ----
+
+    mlm_probability: float = limited(0.15, above=0, at_most=1)
+    """mlm: probability with which a token, unless it is a special one, is hidden from the model."""
+    mask_replace_prob: float = limited(0.8, at_least=0, at_most=1)
+    """mlm: share of the hidden tokens for which the mask token stands."""
+    random_replace_prob: float = limited(0.1, at_least=0, at_most=1)
+    """mlm: share of the hidden tokens for which any token stands; the others stay as they are."""
+    noise_density: float = limited(0.15, above=0, at_most=0.9)
+    """span_corruption: share of a document's tokens that are left out."""
+    mean_noise_span_length: float = limited(3.0, at_least=1)
+    """span_corruption: mean number of tokens of a span that is left out."""
 
     @property
     def row_format(self) -> RowFormat | None:

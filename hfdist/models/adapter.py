@@ -115,7 +115,9 @@ def _task_type(model: PreTrainedModel) -> str:
         return "FEATURE_EXTRACTION"
     if scores_sequences(model):
         return "SEQ_CLS"
-    return "TOKEN_CLS" if classifies_tokens(model) else "CAUSAL_LM"
+    if classifies_tokens(model):
+        return "TOKEN_CLS"
+    return "SEQ_2_SEQ_LM" if model.config.is_encoder_decoder else "CAUSAL_LM"
 
 
 def _train_new_head(model: PreTrainedModel, peft_config: PeftConfig) -> None:
@@ -126,7 +128,9 @@ def _train_new_head(model: PreTrainedModel, peft_config: PeftConfig) -> None:
     heads = [
         name for name, child in model.named_children() if child is not base and any(True for _ in child.parameters())
     ]
-    peft_config.modules_to_save = list(dict.fromkeys([*(peft_config.modules_to_save or ()), *heads]))
+    # Not each kind of adapter has the field.
+    own = getattr(peft_config, "modules_to_save", None) or ()
+    setattr(peft_config, "modules_to_save", list(dict.fromkeys([*own, *heads])))  # noqa: B010
 
 
 def inject_adapter(model: PreTrainedModel, peft_config: PeftConfig, name: str) -> None:

@@ -52,7 +52,7 @@ def find_architecture(config: ModelConfig, *, sequence_length: int, head: Head =
             where="model.name" if config.name else "model.type",
             found=architecture.model_type,
             allowed=f"a type with an {own.auto.__name__} class",
-            hint="another model.name, of a model that writes text" if config.name and head is Head.tokens else None,
+            hint=_other_task(architecture.model_type) if config.name and head is Head.tokens else None,
         )
     if head is Head.score:
         architecture.num_labels = 1
@@ -63,6 +63,13 @@ def find_architecture(config: ModelConfig, *, sequence_length: int, head: Head =
     # With one, transformers does not look for packed documents.
     set_use_cache(architecture, False)
     return architecture
+
+
+def _other_task(kind: str) -> str:
+    other = "another model.name, of a model that writes text"
+    tasks = {Head.targets: "seq2seq", Head.masked: "mlm"}
+    known = [f"hfdist tune task={task}" for head, task in tasks.items() if kind in HEADS[head].by_type]
+    return ", or ".join([*known, other])
 
 
 def check_fields(config: ModelConfig, head: Head = Head.tokens) -> None:
@@ -127,7 +134,7 @@ def _of_type(config: ModelConfig, head: Head) -> PreTrainedConfig:
             f"transformers knows no {own.kind} of this type",
             where="model.type",
             found=kind,
-            allowed=f"one of {len(own.by_type)} types, such as llama, gpt2, qwen3",
+            allowed=f"one of {len(own.by_type)} types, such as {own.examples}",
             hint=nearest(kind, own.by_type, "model.type={}"),
         )
     _check_fields(AutoConfig.for_model(kind), config.config)

@@ -41,11 +41,11 @@ def reads_ahead(model: PreTrainedModel) -> bool:
 def takes_texts_apart(model: PreTrainedModel, head: Head) -> bool:
     """Whether a model is given each text in a row of its own.
 
-    Those with labels are, as their classes look for the ends of rows; those without a head, if they read ahead, of
-    which a small model of the same class is asked.
+    Those with labels are, as their classes look for the ends of rows, and those that write targets or find hidden
+    tokens; those without a head, if they read ahead, of which a small model of the same class is asked.
     """
     if head is not Head.none:
-        return head.gives_labels
+        return head.is_padded
     with torch.random.fork_rng(devices=[]):
         try:
             return reads_ahead(small_model(model))
@@ -70,6 +70,10 @@ def check_reads_texts(architecture: PreTrainedConfig, *, head: Head, longest: in
     Raises:
         ConfigError: they do not, they read no text, or they have fewer positions.
     """
+    if head is Head.masked and architecture.is_encoder_decoder:
+        error = _refuse(architecture, head, "this is an encoder-decoder, which hides tokens in another way")
+        error.hint = "task=span_corruption, or another model.name"
+        raise error
     with torch.random.fork_rng(devices=[]):
         try:
             model = _make_small(architecture, head)

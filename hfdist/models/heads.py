@@ -9,12 +9,18 @@ from typing import Any, NamedTuple
 from transformers import (
     AutoModel,
     AutoModelForCausalLM,
+    AutoModelForMaskedLM,
+    AutoModelForSeq2SeqLM,
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
 )
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_MASKED_LM_MAPPING,
+    MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
+    MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
     MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING,
@@ -37,6 +43,8 @@ class HeadClass(NamedTuple):
     """Its name, by the type's name."""
     kind: str
     """What such a model is called."""
+    examples: str = "llama, gpt2, qwen3"
+    """Types of such models, for messages."""
 
 
 _SEQUENCES = (
@@ -51,6 +59,20 @@ HEADS: Mapping[Head, HeadClass] = MappingProxyType(
             MODEL_FOR_CAUSAL_LM_MAPPING,
             MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
             "causal language model",
+        ),
+        Head.targets: HeadClass(
+            AutoModelForSeq2SeqLM,
+            MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
+            MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING_NAMES,
+            "encoder-decoder",
+            "t5, bart, marian",
+        ),
+        Head.masked: HeadClass(
+            AutoModelForMaskedLM,
+            MODEL_FOR_MASKED_LM_MAPPING,
+            MODEL_FOR_MASKED_LM_MAPPING_NAMES,
+            "masked language model",
+            "bert, roberta, modernbert",
         ),
         Head.score: HeadClass(*_SEQUENCES, "model that scores sequences"),
         Head.labels: HeadClass(*_SEQUENCES, "model that classifies texts"),

@@ -20,4 +20,4 @@ def set_labels(architecture: PreTrainedConfig, labels: LabelsConfig) -> None:
         architecture.id2label = dict(enumerate(labels.names))
         architecture.label2id = {name: number for number, name in enumerate(labels.names)}
     is_told = labels.problem_type is not ProblemType.auto
-    architecture.problem_type = labels.problem_type.value if is_told else None
+    setattr(architecture, "problem_type", labels.problem_type.value if is_told else None)  # noqa: B010

@@ -8,7 +8,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
+from transformers import CONFIG_MAPPING
 
 from hfdist.config.model import Init, ModelConfig, TokenizerConfig
 from hfdist.config.paths import expand_user
@@ -231,7 +231,7 @@ def _refuse_code(config_file: Path, found: str) -> None:
     try:
         values = json.loads(config_file.read_bytes())
         kind = values.get("model_type")
-        needs_code = "auto_map" in values and kind not in CONFIG_MAPPING_NAMES
+        needs_code = "auto_map" in values and kind not in CONFIG_MAPPING
     except (OSError, ValueError, TypeError, AttributeError, RecursionError):
         # Told where it is read as a config.
         return

@@ -9,6 +9,7 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from hfdist.config.model import Init, ModelConfig
 from hfdist.errors import ConfigError
+from hfdist.models.target_loss import fill_special_ids
 
 
 def fit_vocabulary(architecture: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, config: ModelConfig) -> None:
@@ -37,6 +38,8 @@ def fit_vocabulary(architecture: PreTrainedConfig, tokenizer: PreTrainedTokenize
         # Of a model for text and images the part for text has ids of its own.
         _take_special_ids(architecture, tokenizer)
         _take_special_ids(text, tokenizer)
+        if architecture.is_encoder_decoder:
+            fill_special_ids(architecture, tokenizer.eos_token_id)
 
 
 def _take_special_ids(architecture: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> None:

@@ -18,6 +18,7 @@ from hfdist.config.hardware import CPU, Hardware, read_hardware
 from hfdist.config.paths import expand_user
 from hfdist.config.plan import GROUP, SECTION, compose_plan
 from hfdist.config.run import AUTO, RunConfig
+from hfdist.config.task import Head
 from hfdist.errors import ConfigError, ResourceError
 from hfdist.garbage_collector import quick_imports
 from hfdist.planning.request import PlanRequest
@@ -58,7 +59,7 @@ def parse_request(arguments: Sequence[str]) -> PlanRequest:
     is_named = plan.hardware not in (None, CPU)
     hardware = read_hardware(str(plan.hardware), of_user) if is_named else None
     check_model_paths(config)
-    if not config.task.name.traits.writes_text:
+    if config.task.name.traits.head is not Head.tokens:
         what, found = "a plan knows steps of next tokens, and this task has others", config.task.name.value
         allowed, hint = "another task", "hfdist plan finetune: the same model, with a head for tokens"
         raise ConfigError(what, where="task.name", found=found, allowed=allowed, hint=hint)

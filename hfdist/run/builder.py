@@ -34,7 +34,7 @@ from hfdist.strategies.select import device_type_here, select_strategy
 from hfdist.trainer.checkpointing.start import check_resume, find_start
 from hfdist.trainer.trainer import Trainer
 from hfdist.tune.acting import check_turns
-from hfdist.tune.choose import make_objective
+from hfdist.tune.choose import check_special_tokens, make_objective
 from hfdist.tune.fit_model import fit_model
 from hfdist.tune.student_answers import check_prompts
 from hfdist.tune.teacher import check_teacher
@@ -91,12 +91,13 @@ class Run(RunState):
 
         Raises:
             ConfigError, DataError: sources that are missing, unreadable or too small; a tokenizer larger than the
-                model's vocabulary; a teacher with another one; a chat template that cannot write episodes; rows without
-                prompts where prompts are answered.
+                model's vocabulary, or without a token that the task needs; a teacher with another one; a chat template
+                that cannot write episodes; rows without prompts where prompts are answered.
         """
         self.data = build_data(self._here, self.topology)
         if self._head.gives_labels:
             set_labels(self.architecture, self.config.data.labels)
+        check_special_tokens(self.config, self.data.tokenizer)
         fit_vocabulary(self.architecture, self.data.tokenizer, self._here.model)
         if (task := self.config.task).teacher is not None:
             length = self.config.data.sequence_length
@@ -153,7 +154,7 @@ class Run(RunState):
         self.objective = make_objective(
             config, data.tokenizer, data.held_out, strategy=self.strategy, arguments=arguments
         )
-        if self.objective is not None:
+        if self.objective is not None and self.objective.is_packed:
             fit_model(model, data.tokenizer, self._head)
         speed_up(config, model, self.strategy)
         # First: they set what the options have.

@@ -27,6 +27,7 @@ from hfdist.data import (
 from hfdist.data.documents.labels import find_labels
 from hfdist.data.tokenization.chat_template import adopt_template
 from hfdist.data.tokenization.encoders import Encoders
+from hfdist.data.tokenization.pair_encoder import adopt_languages
 from hfdist.environments.registry import load_environment
 from hfdist.errors import ConfigError
 from hfdist.models.tokenizer import load_tokenizer
@@ -72,6 +73,7 @@ def build_data(config: RunConfig, topology: Topology) -> RunData:
             config.model, corpus_id=corpus.fingerprint, texts=corpus.training_texts, cache_dir=folder
         )
         adopt_template(tokenizer, config.data.chat)
+        adopt_languages(tokenizer, config.data.pairs)
         if config.task.environment is not None and not config.data.chat.tools:
             # Before the config is written down: these tokens come of it.
             config.data.chat.tools = list(load_environment(config.task).tools)
@@ -81,10 +83,11 @@ def build_data(config: RunConfig, topology: Topology) -> RunData:
         Encoders.of(tokenizer, config.data).check(
             shard for source in corpus.sources.values() if source.gives_examples for shard in source
         )
+        one_each = config.task.name.traits.has_one_each
         if config.data.eval_sources:
-            held_out: HeldOut | HeldOutSources | None = open_held_out_sources(tokenizer, config.data)
+            held_out: HeldOut | HeldOutSources | None = open_held_out_sources(tokenizer, config.data, one_each=one_each)
         else:
-            held_out = build_held_out(corpus, tokenizer, config.data)
+            held_out = build_held_out(corpus, tokenizer, config.data, one_each=one_each)
     islands = config.islands
     data_rank, data_size, run = topology.data_rank, topology.data, (islands.index, islands.shares)
     if islands.method is IslandMethod.parameter_server:
@@ -99,6 +102,7 @@ def build_data(config: RunConfig, topology: Topology) -> RunData:
         global_batch_size=islands.shares * config.train.global_batch_size,
         run=run,
     )
+    stream.tells_pieces = config.task.name.traits.draws
     stream.may_begin_anew = config.checkpoint.allow_changes
     if topology.is_first_of_replica:
         # All ranks of a model replica read the same data: only one of them writes the ledger.

@@ -17,6 +17,8 @@ def describe_use(end: Ending) -> list[str]:
     folder, head = json.dumps(str(end.folder), ensure_ascii=False), end.config.task.name.traits.head
     if head is Head.none:
         return _embed(folder)
+    if head is Head.masked:
+        return _fill(folder)
     if end.config.task.name is TaskName.rerank and not end.config.adapter.is_used:
         return _rank(folder)
     name = HEADS[head].auto.__name__
@@ -25,7 +27,7 @@ def describe_use(end: Ending) -> list[str]:
         name = name.replace("AutoModel", "AutoPeftModel")
         imports = ["from transformers import AutoTokenizer", f"from peft import {name}"]
     load = f"model, tokenizer = (auto.from_pretrained({folder}) for auto in ({name}, AutoTokenizer))"
-    return [*imports, load, *(_generate(end) if head is Head.tokens else _score())]
+    return [*imports, load, *(_generate(end) if head in (Head.tokens, Head.targets) else _score())]
 
 
 def _embed(folder: str) -> list[str]:
@@ -42,6 +44,14 @@ def _rank(folder: str) -> list[str]:
         "from sentence_transformers import CrossEncoder",
         f"model = CrossEncoder({folder})",
         'print(model.rank("A query.", ["A text.", "Another one."]))',
+    ]
+
+
+def _fill(folder: str) -> list[str]:
+    return [
+        "from transformers import pipeline",
+        f'fill = pipeline("fill-mask", model={folder})',
+        'print(fill(f"The capital of France is {fill.tokenizer.mask_token}."))',
     ]
 
 

@@ -27,6 +27,7 @@ from hfdist.models.positions import counts_from_zero
 from hfdist.models.probing import class_keeps_documents_apart
 from hfdist.models.recompute import checkpoint_blocks
 from hfdist.models.resolve import resolve_model
+from hfdist.models.target_loss import check_target_loss
 from hfdist.run.data import make_cache
 from hfdist.strategies.base import Strategy
 from hfdist.strategies.select import device_type_here
@@ -52,12 +53,13 @@ def find_model(config: RunConfig) -> FoundModel:
     """See `Run.find_model`."""
     start = resolve_model(config.model, cache_dir=make_cache(config))
     head = config.task.name.traits.head
-    architecture = find_architecture(start.model, sequence_length=config.data.sequence_length, head=head)
+    longest = config.data.longest_side if head is Head.targets else config.data.sequence_length
+    architecture = find_architecture(start.model, sequence_length=longest, head=head)
     try_adapter(start.model, architecture, config.adapter, head=head)
     if config.task.reward_model is not None:
         check_reward_model(config.task.reward_model)
     is_encoder = False
-    if head is Head.none or head.gives_labels:
+    if head in (Head.none, Head.masked) or head.gives_labels:
         is_encoder = check_reads_texts(architecture, head=head, longest=config.data.sequence_length)
     if is_encoder and head is Head.none and config.strategy.pipeline > 1:
         raise ConfigError(
@@ -73,8 +75,10 @@ def find_model(config: RunConfig) -> FoundModel:
         # Before the config is written down.
         config.task.pooling = own or (Pooling.mean if is_encoder else Pooling.last)
     check_sizes(config.task, architecture)
+    if head is Head.targets:
+        check_target_loss(start.model, architecture)
     found = replace(config, model=start.model)
-    why_together = None if is_encoder else choose_attention(found, architecture, device_type_here())
+    why_together = None if is_encoder or head.is_padded else choose_attention(found, architecture, device_type_here())
     return FoundModel(found, architecture, start.fetch_weights, why_together)
 
 

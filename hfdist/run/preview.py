@@ -9,7 +9,8 @@ import numpy as np
 from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
-from hfdist.config.task import TaskConfig, TaskName
+from hfdist.config.data import RowFormat
+from hfdist.config.task import TaskConfig
 from hfdist.data import TokenStream
 from hfdist.data.packing.sequence import IGNORED, INPUT_IDS, LABELS, POSITION_IDS, Sequence
 from hfdist.errors import printable
@@ -18,8 +19,12 @@ _OPEN, _SHUT = "\u27e6", "\u27e7"
 """Brackets around marked tokens, which texts hardly have themselves."""
 _MOST_CHARACTERS = 600
 """Most characters that are shown of a text between two brackets."""
-_PAIR_NAMES = ("chosen", "rejected")
-_EMBEDDED_NAMES = ("query", "text")
+_ROLES = {
+    RowFormat.preference: ("chosen", "rejected"),
+    RowFormat.unpaired_preference: ("chosen", "rejected"),
+    RowFormat.retrieval: ("query", "text"),
+}
+"""What the documents of a row are called: first, and those whose labels are below `IGNORED`."""
 
 
 def preview(stream: TokenStream, tokenizer: PreTrainedTokenizerBase, count: int, task: TaskConfig) -> Iterator[str]:
@@ -41,17 +46,14 @@ def name_of_targets(task: TaskConfig) -> str:
 def _documents(sequence: Sequence, tokenizer: PreTrainedTokenizerBase, task: TaskConfig) -> Iterator[str]:
     """Give the text of each document of a sequence, after its role in its example if it has one."""
     traits = task.name.traits
-    names = _EMBEDDED_NAMES if task.name is TaskName.embed else _PAIR_NAMES
-    has_roles = traits.row_format is not None and not traits.head.gives_labels
+    roles = None if traits.row_format is None else _ROLES.get(traits.row_format)
     rows = sequence.rows[:, : sequence.num_tokens]
     starts = [*np.flatnonzero(rows[POSITION_IDS] == 0).tolist(), rows.shape[1]]
     for start, stop in pairwise(starts):
         labels = rows[LABELS, start:stop]
         ids = rows[INPUT_IDS, start:stop]
         text = _mark_targets(ids, labels != IGNORED, tokenizer, are_numbers=traits.head.gives_labels)
-        # Labels below IGNORED are those of the second of two roles.
-        is_second = bool((labels < IGNORED).any())
-        yield f"{names[is_second]}: {text}" if has_roles else text
+        yield text if roles is None else f"{roles[bool((labels < IGNORED).any())]}: {text}"
 
 
 def _mark_targets(

@@ -64,6 +64,8 @@ class EngineTrainer(transformers.Trainer):
     """Whether an evaluation loop must keep the outputs of the model."""
     _steps_run: set[str]
     """Which parts of a step the engine has done since the last one."""
+    _counts_rows = True
+    """Whether the tokens of a batch are those of its rows, with what fills up."""
     _norm: object
     """What the last `_clip_grad_norm` has found."""
     _trained: list[tuple[nn.Parameter, bool]]
@@ -222,7 +224,7 @@ class EngineTrainer(transformers.Trainer):
     def _agree_on_tokens(self) -> None:
         """Let all ranks have the same number of tokens read. A collective."""
         stream = self.training.stream
-        if stream is not None and stream.plan.packing is not Packing.none:
+        if stream is not None and stream.plan.packing is not Packing.none and self._counts_rows:
             # Its rows are of one length, so they have it already.
             return
         # Each has taken the rows of the others for as long as its own, so the mean is right.

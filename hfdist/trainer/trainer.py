@@ -132,6 +132,7 @@ class DistributedTrainerMixin(_Trainer):
         self._optimizers = Optimizers(self.training, self.options.base_width)
         if self.options.objective is not None:
             self.weighted_loss.convention = self.options.objective.convention
+            self._counts_rows = self.options.objective.is_packed
             self.loss_is_scaled_for_ga = True
         fit_sft(self)
         use_lean_handler(self.callback_handler)
@@ -423,11 +424,13 @@ class DistributedTrainerMixin(_Trainer):
             # The pass is over; the original would ask once for each step that is left.
             self.control.should_epoch_stop = True
             return samples, num_items
+        num_tokens: Callable[[Batch], int] = num_input_tokens
         if self.options.objective is not None:
             samples = self.options.objective.begin_step(samples, self.hooks(self.model_wrapped))
+            num_tokens = self.options.objective.num_tokens
             num_items = self._get_num_items_in_batch(samples, device)
         self.training.num_targets = num_items
-        self.throughput.tokens += sum(map(num_input_tokens, samples)) * self.strategy.topology.data
+        self.throughput.tokens += sum(map(num_tokens, samples)) * self.strategy.topology.data
         self.throughput.see_documents(batch["position_ids"] for batch in samples if "position_ids" in batch)
         # If batches hold no tokens, as in reward training, the Trainer class may count by itself.
         self.state.num_input_tokens_seen = self.throughput.tokens or self.state.num_input_tokens_seen

@@ -20,6 +20,7 @@ from hfdist.tune.distill import Distillation
 from hfdist.tune.embed import Embeddings
 from hfdist.tune.kept_teacher import KeptTeacher
 from hfdist.tune.learned_reward import LearnedReward
+from hfdist.tune.masked import MaskedTokens, check_mask_token
 from hfdist.tune.moving_reference import FollowedPreferences
 from hfdist.tune.online_preference import OnlinePreferences
 from hfdist.tune.policy import PolicyGradient
@@ -29,6 +30,8 @@ from hfdist.tune.rerank import Ranking
 from hfdist.tune.reward import RewardPairs
 from hfdist.tune.rollout import Rollouts
 from hfdist.tune.rollout_lines import RolloutLines
+from hfdist.tune.seq2seq import SequenceToSequence
+from hfdist.tune.span_corruption import SpanCorruption, find_sentinels
 from hfdist.tune.student_answers import StudentAnswers
 from hfdist.tune.teacher import Teacher
 from hfdist.tune.unpaired import KahnemanTversky
@@ -61,6 +64,12 @@ def make_objective(
             return TokenClassification(tokenizer, config.data.labels)
         case TaskName.rerank:
             return Ranking(tokenizer, task)
+        case TaskName.seq2seq:
+            return SequenceToSequence()
+        case TaskName.mlm:
+            return MaskedTokens(task, config.train.seed, tokenizer)
+        case TaskName.span_corruption:
+            return SpanCorruption(task, config.train.seed, tokenizer, config.data.sequence_length)
         case TaskName.distill:
             teacher = Teacher(task, layout=strategy, arguments=arguments)
             if task.teacher_top_k is not None:
@@ -80,6 +89,14 @@ def make_objective(
             is_of_pairs = task.name is TaskName.online_dpo
             return OnlinePreferences(task, rollouts) if is_of_pairs else PolicyGradient(task, rollouts)
     return None
+
+
+def check_special_tokens(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raise a ConfigError if the tokenizer lacks a token that the task needs."""
+    if config.task.name is TaskName.mlm:
+        check_mask_token(tokenizer)
+    if config.task.name is TaskName.span_corruption:
+        find_sentinels(tokenizer, config.task, config.data.sequence_length)
 
 
 def check_rewards(names: Mapping[str, float]) -> None:

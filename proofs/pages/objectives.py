@@ -45,6 +45,9 @@ _WHERE = {
     TaskName.embed: ("embeddings.md", "tune/embed.py"),
     **dict.fromkeys((TaskName.classify, TaskName.token_classify), ("labels.md", "tune/classify.py")),
     TaskName.rerank: ("labels.md", "tune/rerank.py"),
+    TaskName.seq2seq: ("encoders-and-decoders.md", "tune/seq2seq.py"),
+    TaskName.mlm: ("encoders-and-decoders.md", "tune/masked.py"),
+    TaskName.span_corruption: ("encoders-and-decoders.md", "tune/span_corruption.py"),
 }
 """The page and the file of each task."""
 _NEXT_TOKENS = "on the next tokens of texts and answers"

@@ -7,7 +7,8 @@ import json
 import re
 from functools import reduce
 
-from hfdist.config.data import LABELLED, LabelsConfig, Packing, RowFormat, TextsConfig, TooLong, TrainOn
+from hfdist.config.data import LABELLED, LabelsConfig, Packing, PairsConfig, RowFormat, TextsConfig, TooLong, TrainOn
+from hfdist.config.model import Attention
 from hfdist.config.plain_values import override_value, plain
 from hfdist.config.run import RunConfig
 from hfdist.config.task import ENVIRONMENT, PRESETS, REWARD_MODEL, SCORE, TaskConfig, TaskLoss, TaskName
@@ -19,6 +20,7 @@ _OF_TASKS = (
     RowFormat.prompt,
     RowFormat.retrieval,
     RowFormat.scored_pair,
+    RowFormat.source_target,
     *LABELLED,
 )
 _WITH_REFERENCE = ("arithmetic", "code", "code_without_landlock")
@@ -47,11 +49,14 @@ def check_task(config: RunConfig) -> None:
     gives_labels = task.name.traits.head.gives_labels
     _check_section(config, "texts", TextsConfig(), is_read=gives_labels or task.name is TaskName.embed)
     _check_section(config, "labels", LabelsConfig(), is_read=gives_labels and task.name is not TaskName.rerank)
+    _check_section(config, "pairs", PairsConfig(), is_read=task.name is TaskName.seq2seq)
     if data.keep_columns and not task.name.traits.is_reinforcement:
         raise _misfit(config, "data.keep_columns", "false", "rewards alone read the other columns")
     if task.name is TaskName.causal_lm:
         return
-    if not task.name.traits.has_teacher:
+    if task.name.traits.has_one_each:
+        _check_padded_rows(config)
+    elif not task.name.traits.has_teacher:
         _check_answers(config)
     if task.name.traits.losses:
         _check_loss(config)
@@ -70,11 +75,11 @@ def check_task(config: RunConfig) -> None:
     if "beta" in task.name.traits.keys and "clip" not in task.name.traits.keys:
         # The loss of a policy may do without a reference.
         _check_pairs(config)
-    if not task.name.traits.writes_text:
+    if not task.name.traits.writes_text or task.name.traits.draws:
         _check_without_text(config)
 
 
-def _check_section(config: RunConfig, name: str, default: TextsConfig | LabelsConfig, *, is_read: bool) -> None:
+def _check_section(config: RunConfig, name: str, default: TextsConfig | LabelsConfig | PairsConfig, *, is_read: bool) -> None:
     """Refuse a section of `data` that says something of rows which the task does not have."""
     section = getattr(config.data, name)
     if is_read or section == default:
@@ -94,6 +99,39 @@ def _check_answers(config: RunConfig) -> None:
         raise _misfit(config, "data.too_long", "drop", "prompts and answers must stay whole")
     if data.chat.train_on is TrainOn.all:
         raise _misfit(config, "data.chat.train_on", "assistant", "it must be known where an answer begins")
+
+
+def _check_padded_rows(config: RunConfig) -> None:
+    """Refuse layouts that part a stack of blocks, what would cut rows, and figures that nothing measures."""
+    data, task = config.data, config.task
+    why = "an encoder-decoder has two stacks of blocks, and this parts one"
+    if task.name is TaskName.mlm:
+        why = "the head and the blocks of an encoder are not parted in this version"
+    for key in ("pipeline", "tensor", "expert"):
+        if getattr(config.strategy, key) > 1:
+            error = _misfit(config, f"strategy.{key}", "1", why)
+            error.hint = "strategy=zero3 or strategy=fsdp2, which part any model"
+            raise error
+    if config.model.attention is Attention.varlen:
+        raise _misfit(config, "model.attention", "auto", "each document is a padded row, in which there is one")
+    if task.name is TaskName.seq2seq:
+        if data.packing is not Packing.none:
+            why = "relative positions and the attention to sources know no borders, so that a row stands by itself"
+            raise _misfit(config, "data.packing", "none", why)
+        if data.too_long is not TooLong.drop:
+            error = _misfit(config, "data.too_long", "drop", "sources and targets must stay whole")
+            error.hint = f"{error.hint}; data.pairs.max_source_tokens and max_target_tokens cut them"
+            raise error
+        if config.evaluate.lm_eval:
+            raise _misfit(config, "evaluate.lm_eval", "[]", "the harness asks for the next tokens of a text")
+    if task.mask_replace_prob + task.random_replace_prob > 1:
+        what, found = (
+            "these are shares of the same tokens",
+            f"{task.mask_replace_prob:g} + {task.random_replace_prob:g}",
+        )
+        where, hint = "task.mask_replace_prob, task.random_replace_prob", "task.random_replace_prob="
+        hint += f"{1 - task.mask_replace_prob:g}"
+        raise ConfigError(what, where=where, found=found, allowed="a sum of 1 at the most", hint=hint)
 
 
 def _check_loss(config: RunConfig) -> None:
@@ -198,7 +236,7 @@ def _check_reward_model(config: RunConfig) -> None:
 
 
 def _check_without_text(config: RunConfig) -> None:
-    why = "the model writes no text"
+    why = "the model writes no answers" if config.task.name.traits.writes_text else "the model writes no text"
     for key in ("evaluate.prompts", "evaluate.metrics", "evaluate.lm_eval"):
         if getattr(config.evaluate, key.partition(".")[2]):
             raise _misfit(config, key, "[]", why)

@@ -211,7 +211,8 @@ def _fit_to_task(config: RunConfig) -> None:
     if data.packing is Packing.auto:
         is_text = data.format is RowFormat.text
         is_whole = config.task.answers_prompts or task.traits.head.gives_labels
-        data.packing = Packing.none if is_whole else Packing.concat if is_text else Packing.best_fit
+        by_rows = Packing.none if is_whole else Packing.concat if is_text else Packing.best_fit
+        data.packing = task.traits.packing or by_rows
 
 
 def to_yaml(config: RunConfig) -> str:

@@ -19,9 +19,10 @@ from hfdist.data.documents.nothing_held_out import HeldOutCounts, explain_nothin
 from hfdist.data.documents.token_reader import Documents, open_token_cache
 from hfdist.data.order.lane_state import Place
 from hfdist.data.order.records import numbers_of
+from hfdist.data.packing import windows
 from hfdist.data.packing.concat import concat
-from hfdist.data.packing.sequence import IGNORED, LABELS, NAMES, Sequence, Shape
-from hfdist.data.packing.windows import RULE, best_fit
+from hfdist.data.packing.sequence import IGNORED, LABELS, NAMES, PIECES, POSITION_IDS, Sequence, Shape
+from hfdist.data.packing.windows import RULE
 from hfdist.data.tokenization.encoders import Encoders, check_token_sources
 
 _FORMAT = 4
@@ -29,17 +30,25 @@ _FORMAT = 4
 
 
 class HeldOut(Dataset[dict[str, torch.Tensor]]):
-    """Packed sequences; item k holds input_ids, position_ids and labels of shape [sequence_length]."""
+    """Packed sequences; item k holds input_ids, position_ids and labels of shape [sequence_length].
 
-    def __init__(self, sequences: NDArray[np.int32], corpus: Corpus) -> None:
-        self._sequences, self._corpus = sequences, corpus
+    With `one_each` it also holds its document as the only piece (`PIECES`); it has the number k.
+    """
+
+    def __init__(self, sequences: NDArray[np.int32], corpus: Corpus, *, one_each: bool = False) -> None:
+        self._sequences, self._corpus, self._has_one_each = sequences, corpus, one_each
 
     def __len__(self) -> int:
         return len(self._sequences)
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         rows = torch.from_numpy(self._sequences[index][: len(NAMES)].astype(np.int64))
-        return dict(zip(NAMES, rows, strict=True))
+        item = dict(zip(NAMES, rows, strict=True))
+        if self._has_one_each:
+            # By its number here: the same in every evaluation.
+            length = int((rows[POSITION_IDS] == 0).nonzero()[:, 0][1:2].sum()) or rows.shape[1]
+            item[PIECES] = torch.tensor([[index, 0, 0, length]])
+        return item
 
     def columns(self, index: int) -> Iterator[Mapping[str, object]]:
         """Give the other columns of the row of each document of an item; nothing at all without them."""
@@ -58,11 +67,13 @@ class HeldOutSources(ConcatDataset[dict[str, torch.Tensor]]):
         """Held-out sets by the names of their sources."""
 
 
-def build_held_out(corpus: Corpus, tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> HeldOut | None:
+def build_held_out(
+    corpus: Corpus, tokenizer: PreTrainedTokenizerBase, config: DataConfig, *, one_each: bool = False
+) -> HeldOut | None:
     """Pack held-out documents into at most `data.eval_sequences` sequences; None where `data.eval_fraction` is 0.
 
     Text goes end to end, whatever `data.packing` is for training, without a last sequence that does not fill up (unless
-    all documents are held out); examples stay whole.
+    all documents are held out); examples stay whole. With `one_each` a sequence is one document, filled up.
 
     Raises:
         DataError: the held-out documents do not fill one sequence.
@@ -74,14 +85,18 @@ def build_held_out(corpus: Corpus, tokenizer: PreTrainedTokenizerBase, config: D
         settings.append(RULE)
     if config.keep_columns and corpus.has_examples:
         settings.append("documents")
+    if one_each:
+        settings.append("one each")
     tokens = Encoders.of(tokenizer, config).digest(examples=corpus.has_examples)
     key = digest_of([_FORMAT, corpus.local_fingerprint, tokens, *settings])
     path = cache_dir(config) / "held_out" / f"{key}.npy"
-    return HeldOut(cached_array(path, lambda: _pack(corpus, tokenizer, config)), corpus)
+    return HeldOut(cached_array(path, lambda: _pack(corpus, tokenizer, config, one_each)), corpus, one_each=one_each)
 
 
-def open_held_out_sources(tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> HeldOutSources:
-    """Open and pack `data.eval_sources`.
+def open_held_out_sources(
+    tokenizer: PreTrainedTokenizerBase, config: DataConfig, *, one_each: bool = False
+) -> HeldOutSources:
+    """Open and pack `data.eval_sources`; `one_each` as of `build_held_out`.
 
     Raises:
         ConfigError, DataError: one is missing, unreadable or empty.
@@ -92,13 +107,14 @@ def open_held_out_sources(tokenizer: PreTrainedTokenizerBase, config: DataConfig
         alone = replace(
             config, sources={name: source}, eval_sources={}, eval_fraction=1.0, anneal=[], quarantine=[], lanes=1
         )
-        held_out = build_held_out(open_corpus(alone, section="data.eval_sources"), tokenizer, alone)
+        corpus = open_corpus(alone, section="data.eval_sources")
+        held_out = build_held_out(corpus, tokenizer, alone, one_each=one_each)
         assert held_out is not None
         parts[name] = held_out
     return HeldOutSources(parts)
 
 
-def _pack(corpus: Corpus, tokenizer: PreTrainedTokenizerBase, config: DataConfig) -> NDArray[np.int32]:
+def _pack(corpus: Corpus, tokenizer: PreTrainedTokenizerBase, config: DataConfig, one_each: bool) -> NDArray[np.int32]:
     encoders = Encoders.of(tokenizer, config)
     documents = Documents(corpus, encoders, open_token_cache(config), config, held_out=True)
     counts = HeldOutCounts()
@@ -106,8 +122,11 @@ def _pack(corpus: Corpus, tokenizer: PreTrainedTokenizerBase, config: DataConfig
     shape = Shape(config.longest_row, fill_id=0)
     takes_all = config.eval_fraction == 1
     placed = ((Place(0, int(chunk.numbers[0])), chunk) for chunk in chunks)
-    if corpus.has_examples:
-        fitted = ((one, one.rows) for one in best_fit(placed, 0, shape, ("held out",)))
+    if one_each:
+        alone = (one.rows for one in windows.one_each(placed, 0, shape, ("held out",)))
+        packed = (_filled_up(rows, shape) for rows in alone if (rows[LABELS] != IGNORED).any())
+    elif corpus.has_examples:
+        fitted = ((one, one.rows) for one in windows.best_fit(placed, 0, shape, ("held out",)))
         packed = (_with_documents(one, rows, config) for one, rows in fitted if (rows[LABELS] != IGNORED).any())
     else:
         ends = concat(placed, shape)
@@ -116,6 +135,15 @@ def _pack(corpus: Corpus, tokenizer: PreTrainedTokenizerBase, config: DataConfig
     if not sequences:
         raise explain_nothing(corpus, config, counts)
     return np.stack(sequences)
+
+
+def _filled_up(rows: NDArray[np.int32], shape: Shape) -> NDArray[np.int32]:
+    """Fill the rows of one document up to the length of a sequence, as a document of its own."""
+    filled = np.full((len(rows), shape.length), shape.fill_id, dtype=np.int32)
+    filled[:, : rows.shape[1]] = rows
+    filled[LABELS, rows.shape[1] :] = IGNORED
+    filled[POSITION_IDS, rows.shape[1] :] = np.arange(shape.length - rows.shape[1])
+    return filled
 
 
 def _with_documents(sequence: Sequence, rows: NDArray[np.int32], config: DataConfig) -> NDArray[np.int32]:

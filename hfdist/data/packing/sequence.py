@@ -36,6 +36,8 @@ Integers = NDArray[np.int64]
 _TYPE_OF = attrgetter("dtype")
 INPUT_IDS, POSITION_IDS, LABELS = range(3)
 NAMES = ("input_ids", "position_ids", "labels")
+PIECES = "pieces"
+"""Key in a batch that says of which documents its rows are made: see `pieces_of`."""
 
 
 class Pieces(NamedTuple):
@@ -174,6 +176,20 @@ def collate(sequences: list[Sequence], packing: Packing, shape: Shape) -> dict[s
     rows_of = {"input_ids": list(ids), "attention_mask": [torch.ones_like(row) for row in ids], "labels": list(labels)}
     fill = {"input_ids": shape.fill_id, "attention_mask": 0, "labels": IGNORED}
     return {name: pad_sequence(rows, batch_first=True, padding_value=fill[name]) for name, rows in rows_of.items()}
+
+
+def pieces_of(sequences: Sequences[Sequence]) -> torch.Tensor:
+    """Say of which documents sequences are made, in their order; shape [sequences, most pieces, 4], int64.
+
+    The number of a document, its epoch, the place of the piece's first token in the document, and the piece's tokens: 0
+    where a sequence has fewer pieces.
+    """
+    made = [one.records[one.records["num_tokens"] > 0] for one in sequences]
+    pieces = torch.zeros(len(made), max(1, *map(len, made)), 4, dtype=torch.long)
+    for row, records in enumerate(made):
+        columns = [records[name].astype(np.int64) for name in ("document", "epoch", "first_token", "num_tokens")]
+        pieces[row, : len(records)] = torch.from_numpy(np.stack(columns, 1))
+    return pieces
 
 
 class Bundle(NamedTuple):

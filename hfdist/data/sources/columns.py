@@ -17,6 +17,8 @@ GUESSES: Mapping[str, tuple[str, ...]] = {
     "query": ("question", "sentence1", "instruction", "title"),
     "positive": ("answer", "document", "passage", "context", "text", "sentence2"),
     "negative": ("hard_negative", "negative_passages"),
+    "source": ("document", "article", "text", "dialogue", "input", "question", "src"),
+    "target": ("summary", "highlights", "abstract", "output", "answer", "translation", "tgt"),
     "messages": ("conversation", "dialogue", "turns", "chat"),
 }
 """Names that published datasets have for the columns of ours."""

@@ -12,6 +12,7 @@ as they treat a document. The canonical forms are
 {"text_a": ..., "text_b": ..., "score": n}             texts: how alike two are
 {"text": ..., "text_pair": ..., "label": ...}          a text, or a pair, and its label: a name, a number, or a list
 {"tokens": [...], "tags": [...]}                       words, and the label of each, null where it has none
+{"source": ..., "target": ...}                         texts: what an encoder reads, and what a decoder writes of it
 
 A preference is such a form with "rejected": of a text, the rejected completion; of a conversation, the messages that
 stand in the place of those from number n on; or true, where there is this answer only, and it is rejected. A prompt
@@ -209,6 +210,12 @@ def _from_tagged(row: Mapping[str, object]) -> dict[str, object]:
         "tokens": words,
         "tags": [None if tag in _NO_TAG else _label(tag, f"tags[{n}]") for n, tag in enumerate(tags)],
     }
+
+
+def _from_source(row: Mapping[str, object]) -> dict[str, object]:
+    """A source and its target."""
+    source, target = ("source", "target") if "source" in row else ("prompt", "completion")
+    return {"source": _written(row[source], source), "target": _written(row[target], target)}
 
 
 def _texts(value: object, where: str) -> list[str]:
@@ -412,13 +419,16 @@ FORMS_BY_NAME = FORMS | {
     RowFormat.scored_pair: RowColumns(("text_a", "text_b", "score"), (), _from_scored_pair),
     RowFormat.labelled: RowColumns(("text", "label"), ("text_pair",), _from_labelled),
     RowFormat.tagged: RowColumns(("tokens", "tags"), (), _from_tagged),
+    RowFormat.source_target: RowColumns(("source", "target"), (), _from_source),
 }
 """All formats that have columns of their own; `auto` tries those of `FORMS` alone."""
+_QUERIES = (("anchor", "positive"), ("query", "pos"))
 OTHER_NAMES = {
-    format: [RowColumns(needed, NEGATIVES, convert) for needed in (("anchor", "positive"), ("query", "pos"))]
-    for format, convert in ((RowFormat.retrieval, _from_retrieval), (RowFormat.ranking, _from_ranking))
+    RowFormat.retrieval: [RowColumns(needed, NEGATIVES, _from_retrieval) for needed in _QUERIES],
+    RowFormat.ranking: [RowColumns(needed, NEGATIVES, _from_ranking) for needed in _QUERIES],
+    RowFormat.source_target: [RowColumns(("prompt", "completion"), (), _from_source)],
 }
-"""The same formats as other libraries name their columns: sentence-transformers, FlagEmbedding."""
+"""The same formats as other libraries name their columns: sentence-transformers, FlagEmbedding, TRL."""
 
 
 def write_example(form: RowColumns, row: Mapping[str, object], where: str) -> str | BadRow:

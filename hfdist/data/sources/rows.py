@@ -31,6 +31,7 @@ _INDEX_OPTIONS = {
     RowFormat.preference: " --config-name=tune",
     RowFormat.unpaired_preference: " --config-name=tune task=kto",
     RowFormat.retrieval: " --config-name=tune task=embed",
+    RowFormat.source_target: " --config-name=tune task=seq2seq",
 }
 _TAKES_TEXT = "rows of text: hfdist tokenizes them itself; in Python, hfdist.Trainer takes rows of input_ids and labels"
 

@@ -20,7 +20,16 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from hfdist.apart import do_apart
-from hfdist.config.data import LABELLED, ChatConfig, DataConfig, SourceConfig, SourceKind, TextsConfig, TrainOn
+from hfdist.config.data import (
+    LABELLED,
+    ChatConfig,
+    DataConfig,
+    PairsConfig,
+    SourceConfig,
+    SourceKind,
+    TextsConfig,
+    TrainOn,
+)
 from hfdist.config.plain_values import plain
 from hfdist.data import marks
 from hfdist.data.label_tokens import of_number
@@ -31,6 +40,7 @@ from hfdist.data.sources.tokenfile import check_tokenizer
 from hfdist.data.tokenization.chat_encoder import Chat, ChatEncoder
 from hfdist.data.tokenization.chat_template import Message, RefusedError, read_template
 from hfdist.data.tokenization.label_encoder import LabelEncoder
+from hfdist.data.tokenization.pair_encoder import PairEncoder
 from hfdist.data.tokenization.text_encoder import Encoder, tokenizer_digest
 from hfdist.errors import ConfigError
 
@@ -54,16 +64,19 @@ class Encoders:
         chat: ChatConfig,
         texts: TextsConfig | None = None,
         labelled: DataConfig | None = None,
+        pairs: PairsConfig | None = None,
     ) -> None:
         self._tokenizer, self._chat, self._end = tokenizer, chat, tokenizer.eos_token_id
         self._texts = TextsConfig() if texts is None else texts
         self._labelled = labelled
         """What says how texts with labels become tokens; None: there are none."""
+        self._pairs = PairsConfig() if pairs is None else pairs
 
     @classmethod
     def of(cls, tokenizer: PreTrainedTokenizerBase, data: DataConfig) -> Encoders:
         """Make those of a run's data."""
-        return cls(tokenizer, data.chat, data.texts, data if data.format in LABELLED else None)
+        labelled = data if data.format in LABELLED else None
+        return cls(tokenizer, data.chat, data.texts, labelled, data.pairs)
 
     # Made on demand: a copy of a large tokenizer takes tenths of a second, and a start needs little.
 
@@ -81,6 +94,10 @@ class Encoders:
         return LabelEncoder(self._tokenizer, self._labelled)
 
     @cached_property
+    def _rows_of_pairs(self) -> PairEncoder:
+        return PairEncoder(self._tokenizer, self._pairs)
+
+    @cached_property
     def _text_digest(self) -> str:
         return tokenizer_digest(self._tokenizer)
 
@@ -91,6 +108,10 @@ class Encoders:
             values.append(dataclasses.asdict(self._texts))
         if self._labelled is not None:
             values += [plain(self._labelled.labels), self._labelled.sequence_length]
+        if self._pairs != PairsConfig():
+            values.append(dataclasses.asdict(self._pairs))
+        if (target := self._rows_of_pairs.target_sample()) is not None:
+            values.append(target)
         return hashlib.blake2b(json.dumps(values, sort_keys=True).encode(), digest_size=12).hexdigest()
 
     def digest(self, *, examples: bool) -> str:
@@ -172,6 +193,8 @@ class Encoders:
             return self._with_labels.label(example)
         if "score" in example:
             return self._compare(example["text_a"], example["text_b"], example["score"])
+        if "source" in example:
+            return self._rows_of_pairs.encode(example["source"], example["target"])
         if "text" in example:
             return self._text.encode([example["text"]])[0]
         if "messages" not in example:

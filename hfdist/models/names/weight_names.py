@@ -53,8 +53,10 @@ class NameDifferences:
             missing = [name for name in missing if name.startswith(prefix)]
         if head in (Head.labels, Head.none):
             missing = [name for name in missing if not name.removeprefix(prefix).startswith(_POOLER_PREFIX)]
-        if head is not Head.tokens:
+        if head not in (Head.tokens, Head.targets):
             unexpected = [name for name in unexpected if name.startswith(prefix)]
+        if head is Head.masked:
+            unexpected = [name for name in unexpected if not name.removeprefix(prefix).startswith(_POOLER_PREFIX)]
         shapes = sorted(about["mismatched_keys"])
         reshaped = tuple(f"{name}: {list(there)}, not {list(here)}" for name, there, here in shapes)
         return cls(tuple(missing), tuple(unexpected), reshaped)

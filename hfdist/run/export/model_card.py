@@ -176,6 +176,8 @@ def public_values(value: object) -> Any:
 
 _KINDS = {
     Head.tokens: "a causal language model",
+    Head.targets: "an encoder-decoder",
+    Head.masked: "a masked language model",
     Head.score: "a reward model",
     Head.none: "an embedding model",
     Head.labels: "a classifier of texts",
@@ -183,6 +185,8 @@ _KINDS = {
 }
 _PIPELINES = {
     Head.tokens: "text-generation",
+    Head.targets: "text2text-generation",
+    Head.masked: "fill-mask",
     Head.score: "text-classification",
     Head.labels: "text-classification",
     Head.token_labels: "token-classification",

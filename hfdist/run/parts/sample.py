@@ -7,9 +7,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
+from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedTokenizerBase
 
+from hfdist.config.task import Head
 from hfdist.data.documents.examples import Example, take_examples
+from hfdist.data.tokenization.pair_encoder import PairEncoder
 from hfdist.run.parts.part import Part, warning_of_failure
 from hfdist.run.state import RunState
 
@@ -32,8 +34,10 @@ class SamplePart(Part):
         report, folder, strategy = run.config.report, run.outcome.folder, run.trainer.strategy
         tokenizer, ids, is_free = run.data.tokenizer, None, report.sample_prompt is not None
         what = f"{folder} continues {report.sample_prompt!r}"
-        if is_free:
-            ids = tokenizer(report.sample_prompt)["input_ids"]
+        writes_targets = run.config.task.name.traits.head is Head.targets
+        if report.sample_prompt is not None:
+            pairs = PairEncoder(tokenizer, run.config.data.pairs)
+            ids = pairs.source(report.sample_prompt) if writes_targets else tokenizer(report.sample_prompt)["input_ids"]
         elif (example := held_out_example(run)) is not None and not run.config.task.name.traits.is_reinforcement:
             # Of a policy, rollouts.jsonl has answers.
             ids = example.prompt
@@ -45,7 +49,11 @@ class SamplePart(Part):
             return
         assert strategy is not None
         with strategy.without_partitioning(run.trainer.args):
-            logger.info("%s:\n%s", what, sample(folder, tokenizer, ids, report.sample_tokens, is_free=is_free))
+            if writes_targets:
+                text = write_target(folder, tokenizer, ids, report.sample_tokens)
+            else:
+                text = sample(folder, tokenizer, ids, report.sample_tokens, is_free=is_free)
+        logger.info("%s:\n%s", what, text)
 
 
 def held_out_example(run: RunState) -> Example | None:
@@ -80,3 +88,11 @@ def sample(
             pad_token_id=tokenizer.eos_token_id,
         )
     return str(tokenizer.decode(output[0, inputs.shape[1] :], skip_special_tokens=True))
+
+
+def write_target(folder: Path, tokenizer: PreTrainedTokenizerBase, source: Sequence[int], num_tokens: int) -> str:
+    """Let an encoder-decoder write the target of `source`, as its generation config has it."""
+    model = AutoModelForSeq2SeqLM.from_pretrained(folder).eval()
+    with torch.no_grad():
+        output = model.generate(input_ids=torch.tensor([list(source)]), max_new_tokens=num_tokens)
+    return str(tokenizer.decode(output[0], skip_special_tokens=True))

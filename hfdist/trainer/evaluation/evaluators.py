@@ -16,20 +16,25 @@ from transformers import (
 )
 
 from hfdist.config.run import EvaluateConfig, RunConfig
+from hfdist.config.task import Head
 from hfdist.data.documents.examples import take_examples
+from hfdist.data.tokenization.pair_encoder import PairEncoder
 from hfdist.errors import DataError
 from hfdist.topology import Topology
 from hfdist.trainer.checkpointing.log_history import newest_losses
 from hfdist.trainer.evaluation import lm_eval
 from hfdist.trainer.evaluation.generation import (
+    Generate,
     GenerationMetrics,
     PromptSamples,
+    encode_prompts,
     load_metrics,
 )
 from hfdist.trainer.evaluation.loop import Measure
 from hfdist.trainer.generation.continuation import can_generate
 from hfdist.trainer.generation.greedy import continue_prompts
-from hfdist.trainer.generation.limits import find_limits
+from hfdist.trainer.generation.limits import GenerationLimits, find_limits
+from hfdist.trainer.generation.targets import write_targets
 
 logger = logging.getLogger(__name__)
 
@@ -57,15 +62,14 @@ def make_evaluators(
     if held_out is None:
         return measures, callbacks
     if evaluate.prompts or evaluate.metrics:
-        generate = partial(
-            continue_prompts,
-            limits=find_limits(model, tokenizer, evaluate.max_new_tokens),
-            topology=topology,
-            rows_at_once=arguments.per_device_eval_batch_size,
-            uses_cache=can_generate(model, topology),
-        )
+        limits, rows = find_limits(model, tokenizer, evaluate.max_new_tokens), arguments.per_device_eval_batch_size
+        generate = _make_generate(config, model, limits, topology, rows)
     if evaluate.prompts:
-        samples = PromptSamples(config.run.folder.samples, tokenizer, generate, evaluate, config.data.chat)
+        if config.task.name.traits.head is Head.targets:
+            ids = [PairEncoder(tokenizer, config.data.pairs).source(prompt) for prompt in evaluate.prompts]
+        else:
+            ids = encode_prompts(tokenizer, evaluate.prompts, evaluate.chat, config.data.chat)
+        samples = PromptSamples(config.run.folder.samples, tokenizer, generate, evaluate.prompts, ids)
         measures.append(samples)
         callbacks.append(samples)
     if evaluate.metrics:
@@ -77,6 +81,15 @@ def make_evaluators(
     if evaluate.patience is not None:
         callbacks.append(EarlyStopping(evaluate))
     return measures, callbacks
+
+
+def _make_generate(
+    config: RunConfig, model: PreTrainedModel, limits: GenerationLimits, topology: Topology, rows_at_once: int
+) -> Generate:
+    if config.task.name.traits.head is Head.targets:
+        return partial(write_targets, limits=limits, model=model, topology=topology, rows_at_once=rows_at_once)
+    uses_cache = can_generate(model, topology)
+    return partial(continue_prompts, limits=limits, topology=topology, rows_at_once=rows_at_once, uses_cache=uses_cache)
 
 
 def num_without_improvement(losses: Sequence[float], min_delta: float) -> int:

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerBase, TrainerControl, TrainerState, 
 
 from hfdist.collectives import on_rank_zero
 from hfdist.config.data import ChatConfig
-from hfdist.config.run import Chat, EvaluateConfig
+from hfdist.config.run import Chat
 from hfdist.data.documents.examples import Example
 from hfdist.data.tokenization.chat_template import ChatTemplate, RefusedError
 from hfdist.errors import ConfigError
@@ -37,7 +37,7 @@ Generate = Callable[[Sequence[Sequence[int]], Forward], list[list[int]]]
 class PromptSamples(StepLines):
     """Lets the model continue fixed prompts at each evaluation, and writes the texts into samples.jsonl.
 
-    `chat` is `data.chat`, by which the training's conversations are rendered.
+    `ids` are the tokens of each prompt: see `encode_prompts`.
     """
 
     def __init__(
@@ -45,12 +45,11 @@ class PromptSamples(StepLines):
         path: Path,
         tokenizer: PreTrainedTokenizerBase,
         generate: Generate,
-        config: EvaluateConfig,
-        chat: ChatConfig,
+        prompts: Sequence[str],
+        ids: Sequence[Sequence[int]],
     ) -> None:
         super().__init__(path)
-        self._tokenizer, self._generate, self._prompts = tokenizer, generate, config.prompts
-        self._ids = encode_prompts(tokenizer, config.prompts, config.chat, chat)
+        self._tokenizer, self._generate, self._prompts, self._ids = tokenizer, generate, prompts, ids
         self._state = TrainerState()
 
     def on_train_begin(

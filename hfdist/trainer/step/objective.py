@@ -23,7 +23,7 @@ from hfdist.models.loss.distillation import token_logits
 from hfdist.models.loss.lazy_logits import Reduce, reduce_token_losses
 from hfdist.strategies.engine import Batch, Forward, TrainerHooks
 from hfdist.trainer.checkpointing.save_options import OuterState
-from hfdist.trainer.step.loss import Convention
+from hfdist.trainer.step.loss import Convention, num_input_tokens
 from hfdist.trainer.training import Training
 
 
@@ -85,6 +85,8 @@ class Objective:
 
     names: tuple[str, ...] = ()
     """Names of the figures, which are means, in the order in which ranks add them up."""
+    is_packed = True
+    """Whether it compares documents of one sequence, so that dropout is off and no document may see another one."""
     evaluates_itself = False
     """Whether `evaluate` gives what an evaluation averages, in place of losses of batches."""
 
@@ -143,6 +145,10 @@ class Objective:
     def convention(self) -> Convention:
         """How the Trainer weights the micro batches."""
         return ItemConvention(shifts=True, divides=True, count=self.count)
+
+    def num_tokens(self, batch: Batch) -> int:
+        """Count the tokens that the model reads of a batch as `begin_step` gives it."""
+        return num_input_tokens(batch)
 
     def figures(self, *, trains: bool) -> dict[str, float]:
         """Give the figures since the last call, and forget them. A collective."""

@@ -127,7 +127,7 @@ def _check_run(name: str, arguments: list[str]) -> None:
     flags = parse_flags(arguments if is_alone else with_task(name, arguments))
     request = compose.make_request(flags.config_name or recipe, flags.overrides, flags.config_dir)
     config, _ = check_request(request, flags, takes_ranks=not is_alone)
-    check_fields(config.model)
+    check_fields(config.model, config.task.name.traits.head)
     if any(word.startswith(OPENS_DATA) for word in arguments):
         from hfdist.data import open_corpus
 

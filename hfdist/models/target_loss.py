@@ -1,0 +1,144 @@
+"""The loss of targets that an encoder-decoder writes, and whether a model's type gives it row by row.
+
+    source                  target         decoder reads          loss at
+    a b c </s> . .          x y </s>       start x y              x y </s>
+    d e f g h </s>          z </s> .       start z .              z </s>
+
+The type's own forward moves the labels and puts its start token in front. A sum over targets does not depend on which
+rows stand together, so that micro batches of any sizes add up to the global batch; a small model of the type is asked.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from hfdist.config.batch import IGNORED
+from hfdist.config.model import Init, ModelConfig
+from hfdist.config.task import Head
+from hfdist.errors import ConfigError, first_line
+from hfdist.models.heads import HEADS
+from hfdist.models.shrink import shrink
+
+_BOUND = 1e-5
+"""Largest relative difference in float32; another loss, or rows that change each other, make 1e-4 and more."""
+_SIZES = ((12, 4), (7, 6))
+"""Tokens of the source and of the target of each row that is tried."""
+_START = "decoder_start_token_id"
+
+
+def sum_target_losses(model: nn.Module, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """Give the sum of the losses of all targets, in float32.
+
+    Args:
+        model: as the engine gives it.
+        batch: `input_ids` and `attention_mask` of sources, shape [rows, tokens]; `labels` of targets, shape
+            [rows, target tokens], IGNORED where a row has fewer.
+    """
+    inputs: dict[str, Any] = {name: batch[name] for name in ("input_ids", "attention_mask", "labels")}
+    logits: torch.Tensor = model(**inputs, use_cache=False).logits
+    targets = batch["labels"].flatten().to(logits.device)
+    return nn.functional.cross_entropy(logits.flatten(0, 1).float(), targets, ignore_index=IGNORED, reduction="sum")
+
+
+def check_target_loss(config: ModelConfig, architecture: PreTrainedConfig) -> None:
+    """Check that a type's loss is the sum over its targets, whatever stands in a batch. Needs no weights.
+
+    Random weights get the start token from the tokenizer, later.
+
+    Raises:
+        ConfigError: it is another one, there is no start token, or blocks are left out at random.
+    """
+    where = "model.name" if config.name else "model.type"
+    for field in ("encoder_layerdrop", "decoder_layerdrop"):
+        if getattr(architecture, field, 0):
+            what = "ranks would leave out other blocks of the model than one process does (LayerDrop)"
+            found, key = getattr(architecture, field), f"model.config.{field}"
+            raise ConfigError(what, where=key, found=found, allowed="0", hint=f"{key}=0")
+    reason = _find_problem(architecture, is_new=config.init is Init.random)
+    if reason is not None and config.init is not Init.random and getattr(architecture, _START, None) is None:
+        what = "the model does not say with which token a target begins"
+        hint = f"model.config.{_START}=ID, as of the model that it was made from"
+        raise ConfigError(what, where=f"model.config.{_START}", found="null", allowed="a token id", hint=hint)
+    if reason is not None:
+        what = "the loss of a target depends on what stands beside it in this type, or is not that of its tokens alone"
+        hint = "another encoder-decoder, such as t5, bart, mbart, marian or pegasus"
+        raise ConfigError(what, where=where, found=f"{architecture.model_type}: {reason}", hint=hint)
+
+
+@unset_fake_temporarily()
+def _find_problem(architecture: PreTrainedConfig, *, is_new: bool) -> str | None:
+    with torch.random.fork_rng(devices=[]):
+        # torch.manual_seed would seed GPUs, too, which are not set back.
+        torch.default_generator.manual_seed(0)
+        try:
+            small = shrink(architecture)
+            if is_new:
+                fill_special_ids(small, 0)
+            elif getattr(architecture, _START, None) is None:
+                # A default of the class is not what the files say; some types begin with the end of the target.
+                setattr(small, _START, None)
+            small._attn_implementation = "eager"
+            # By its constructor: `from_config` would partition it under ZeRO-3.
+            model: PreTrainedModel = HEADS[Head.targets].by_config[type(small)](copy.deepcopy(small))
+            return _difference(model.float().eval())
+        except Exception as error:  # whatever a model raises that cannot be made small, or takes other inputs
+            return f"a small model cannot be tried: {first_line(error)}"
+
+
+@torch.no_grad()
+def _difference(model: PreTrainedModel) -> str | None:
+    """Compare two rows together with the model's own loss of them, and with each row by itself."""
+    generator = torch.Generator().manual_seed(0)
+    most = min(model.config.get_text_config(decoder=True).vocab_size, 100)
+    rows = [[torch.randint(most // 4, most, (size,), generator=generator) for size in sizes] for sizes in _SIZES]
+    together = pad_pairs(rows)
+    num_targets = sum(size for _, size in _SIZES)
+    ours = sum_target_losses(model, together)
+    theirs = model(**together, use_cache=False).loss * num_targets
+    alone = torch.stack([sum_target_losses(model, pad_pairs([row])) for row in rows]).sum()
+    for what, other in (("its own loss is", theirs), ("row by row it is", alone)):
+        # Also where it is no number.
+        if not float((ours - other).abs() / other.abs()) <= _BOUND:
+            return f"of a small model it is {float(ours):.4f}, and {what} {float(other):.4f}"
+    return None
+
+
+def fill_special_ids(architecture: PreTrainedConfig, token: int) -> None:
+    """Give a new model's config, in place, the ids of padding and of the start of a target that it lacks.
+
+    They are one token, as in T5.
+    """
+    pad = getattr(architecture, "pad_token_id", None)
+    architecture.pad_token_id = pad = token if pad is None else pad
+    if getattr(architecture, _START, None) is None:
+        setattr(architecture, _START, pad)
+
+
+def pad_pairs(rows: list[list[torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """Stack rows of source and target, each of shape [tokens], filled up at their ends.
+
+    Sources are filled with token 0, which the mask hides.
+
+    Returns:
+        input_ids and attention_mask of shape [rows, tokens], labels of shape [rows, target tokens]; one token of each
+        at least, so that a row of nothing can be computed, too.
+    """
+    sources, targets = zip(*rows, strict=True)
+    lengths = [len(source) for source in sources]
+    ids = _stack(sources, 0)
+    mask = (torch.arange(ids.shape[1]) < torch.tensor(lengths).clamp(min=1)[:, None]).long()
+    return {"input_ids": ids, "attention_mask": mask, "labels": _stack(targets, IGNORED)}
+
+
+def _stack(rows: tuple[torch.Tensor, ...], fill: int) -> torch.Tensor:
+    stacked = torch.full((len(rows), max(1, *map(len, rows))), fill)
+    for number, row in enumerate(rows):
+        stacked[number, : len(row)] = row
+    return stacked
