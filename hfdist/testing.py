@@ -23,9 +23,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from hfdist.errors import HfdistError
+
 
 class RankFailed(AssertionError):
-    """A rank raised, died or did not finish in time."""
+    """A rank raised, died or did not finish in time; its cause is an error of hfdist's that the rank raised."""
 
 
 def run_ranks(
@@ -88,7 +90,8 @@ def _collect(pipes: list[Connection], timeout_seconds: float) -> list[object]:
             except EOFError as error:
                 raise RankFailed(f"rank {rank} died without a word") from error
             if not succeeded:
-                raise RankFailed(f"rank {rank} raised:\n{value}")
+                traced, error = value
+                raise RankFailed(f"rank {rank} raised:\n{traced}") from error
             results[rank] = value
     return [results[rank] for rank in range(len(pipes))]
 
@@ -120,8 +123,9 @@ def _rank_main(
             dist.init_process_group("gloo", store=_store(port), rank=rank, world_size=world_size)
         answer = (True, function(*arguments))
         pipe.send(answer)
-    except BaseException:
-        answer = (False, traceback.format_exc())
+    except BaseException as error:
+        own = type(error)(**error.texts()) if isinstance(error, HfdistError) else None
+        answer = (False, (traceback.format_exc(), own))
         pipe.send(answer)
     pipe.close()
     sys.stdout.flush()
