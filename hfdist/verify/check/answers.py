@@ -11,6 +11,7 @@ import copy
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from enum import Enum
 from itertools import chain
 
 import torch
@@ -18,7 +19,7 @@ from transformers import PreTrainedConfig
 
 from hfdist.config.checks.preflight import plan_run
 from hfdist.config.data import Packing
-from hfdist.config.model import Attention
+from hfdist.config.model import AdapterConfig, Attention
 from hfdist.config.run import RunConfig
 from hfdist.config.strategy import StrategyConfig
 from hfdist.errors import ConfigError, HfdistError
@@ -35,15 +36,28 @@ BOUND = 1e-3
 """Largest relative difference from one process; what is wrong differs by 1e-2 and more."""
 
 
+class Verdict(Enum):
+    """Whether the model goes with a choice; `untried`: no check refuses it, but no small model of the class trains."""
+
+    yes = "yes"
+    no = "no"
+    untried = "untried"
+
+
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """Whether the model goes with one choice."""
+    """What came of one question."""
 
     question: Question
-    refusal: HfdistError | None = None
-    """Why it does not; None: it does."""
+    verdict: Verdict
+    reason: HfdistError | None = None
+    """Why it is not `yes`."""
     remark: str | None = None
-    """What else a user should know."""
+    """What else a user should know of a `yes`."""
+
+
+class _Untried(Exception):
+    """No small model of the class trains even on one process; its cause says why."""
 
 
 class Checker:
@@ -67,12 +81,12 @@ class Checker:
         answers = []
         for question in ask_tasks():
             answers.append(self.answer(question))
-            if answers[-1].refusal is None:
-                # What no task takes has no table.
+            if answers[-1].verdict is not Verdict.no:
                 break
         else:
-            assert answers[0].refusal is not None
-            raise answers[0].refusal
+            # What no task takes has no table.
+            assert answers[0].reason is not None
+            raise answers[0].reason
         yield from answers
         taken = answers[-1].question.command
         yield from map(self.answer, list(ask_tasks())[len(answers) :])
@@ -82,9 +96,12 @@ class Checker:
         """Answer one question."""
         try:
             remark = self._try(question)
+        except _Untried as error:
+            assert isinstance(error.__cause__, HfdistError)
+            return Answer(question=question, verdict=Verdict.untried, reason=error.__cause__)
         except HfdistError as error:
-            return Answer(question=question, refusal=error)
-        return Answer(question=question, remark=remark)
+            return Answer(question=question, verdict=Verdict.no, reason=error)
+        return Answer(question=question, verdict=Verdict.yes, remark=remark)
 
     def _try(self, question: Question) -> str | None:
         """Give a remark; HfdistError: the model does not go with the choice."""
@@ -107,17 +124,24 @@ class Checker:
 
     def _compare(self, config: RunConfig, architecture: PreTrainedConfig, processes: int) -> None:
         """Train a small model as asked, and on one process with the attention that transformers chooses."""
-        small = small_architecture(architecture, config.strategy, vocab_size=MOST_TOKENS)
+        try:
+            small = small_architecture(architecture, config.strategy, vocab_size=MOST_TOKENS)
+            plain = copy.deepcopy(small)
+            plain._attn_implementation = None
+            model, strategy = replace(config.model, attention=Attention.auto), StrategyConfig(data=1)
+            alone = replace(config, strategy=strategy, model=model, adapter=AdapterConfig())
+            whole = self._steps(alone, plain, 1)
+        except HfdistError as error:
+            raise _Untried from error
         found = self._steps(config, small, processes)
-        small = copy.deepcopy(small)
-        small._attn_implementation = None
-        model = replace(config.model, attention=Attention.auto)
-        expected = self._steps(replace(config, strategy=StrategyConfig(data=1), model=model), small, 1)
-        pairs = zip(found, expected, strict=True)
+        if config.adapter.is_used:
+            # It trains; with other weights than the whole model.
+            return
+        pairs = zip(found, whole, strict=True)
         worst = max(_ordered(abs(a - b) / abs(b)) for pair in pairs for a, b in zip(*pair, strict=True))
         if worst > BOUND:
             what = "a small model of the class does not train as on one process"
-            raise ConfigError(what, found=f"losses or norms of gradients differ by {worst:.0e}")
+            raise ConfigError(what, where="two steps", found=f"losses or norms of gradients differ by {worst:.0e}")
 
     def _steps(self, config: RunConfig, small: PreTrainedConfig, processes: int) -> list[Step]:
         """Give the steps of a small run; HfdistError: why it does not train."""
