@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from hfdist.config.cli.recipe_names import NAMES, RECIPES
@@ -51,27 +51,21 @@ class Question:
     command: str = RECIPES[0]
     """The command of the run."""
 
-    def config(self, model: str, more: Sequence[str] = ()) -> RunConfig:
-        """Compose and check a small run of it; ConfigError: as of any run.
-
-        Args:
-            model: preset, folder, Hub id or GGUF file.
-            more: further overrides.
+    def config(self, model: str) -> RunConfig:
+        """Compose and check a small run of it, with a preset, a folder, a Hub id or a GGUF file; ConfigError: as of
+        any run.
         """
         recipe, task = NAMES[self.command]
+        needed = [value for one in task for value in needed_values(one.partition("=")[2])]
         # Weights are not read: the architecture alone counts.
         of_model = (f"model={model}", "model.init=random")
-        return compose_config([*task, *of_model, *_SIZES, *self._needed(), *self.overrides, *more], name=recipe)
-
-    def _needed(self) -> list[str]:
-        _, overrides = NAMES[self.command]
-        name = next((one.partition("=")[2] for one in overrides), TaskName.causal_lm.value)
-        return needed_values(TaskName.__members__.get(name, TaskName.cpo))
+        return compose_config([*task, *needed, *of_model, *_SIZES, *self.overrides], name=recipe)
 
 
-def needed_values(task: TaskName) -> list[str]:
-    """Give overrides for the values without which the task does not start; they say nothing of a model."""
-    traits = task.traits
+def needed_values(task: str) -> list[str]:
+    """Give overrides without which an option of the group `task` does not start; they say nothing of a model."""
+    # The others are settings of cpo.
+    traits = TaskName.__members__.get(task, TaskName.cpo).traits
     rewards = ["task.rewards={arithmetic: 1.0}"] * traits.is_reinforcement
     return [*rewards, *["task.teacher=teacher"] * traits.has_teacher]
 
