@@ -28,6 +28,9 @@ def score_all(queries: Sequence[str], documents: Sequence[str]) -> list[list[flo
     idf = {word: math.log(1 + (len(counts) - n + 0.5) / (n + 0.5)) for word, n in holders.items()}
     norms = [_K1 * (1 - _B + _B * length / mean) for length in lengths]
     return [
-        [sum(idf[w] * c[w] * (_K1 + 1) / (c[w] + norm) for w in words if w in c) for c, norm in zip(counts, norms, strict=True)]
+        [
+            sum(idf[w] * c[w] * (_K1 + 1) / (c[w] + norm) for w in words if w in c)
+            for c, norm in zip(counts, norms, strict=True)
+        ]
         for words in map(split_words, queries)
     ]

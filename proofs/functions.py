@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import json
 import sysconfig
 import zlib
 from collections import defaultdict
@@ -10,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-PARTS = ("held_out", "valid", "train")
+
 _OF_TEN = {0: "held_out", 1: "valid"}
 """Which tenths of the modules are not trained on."""
 _LEFT_OUT = ("site-packages", "test", "tests", "idle_test", "lib2to3", "turtledemo", "pydoc_data")
@@ -52,3 +53,12 @@ def _functions_of(path: Path) -> Iterator[Function]:
             body = "\n".join(map(ast.unparse, node.body[1:]))
             if len(body) >= _LEAST_CHARACTERS:
                 yield Function(" ".join(told.partition("\n\n")[0].split()), body)
+
+
+def write_rows(folder: Path) -> dict[str, list[Function]]:
+    """Write a file of rows for each part, and give the functions."""
+    found = read_functions()
+    for part, functions in found.items():
+        with (folder / f"{part}.jsonl").open("w", encoding="utf-8") as file:
+            file.writelines(json.dumps({"query": one.told, "positive": one.body}) + "\n" for one in functions)
+    return found

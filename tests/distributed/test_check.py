@@ -1,7 +1,8 @@
 """What `hfdist check` says: what it calls yes trains, what it calls no is refused by a run, with the same words."""
 
-import io
 import json
+import logging
+import os
 import sys
 import time
 
@@ -12,7 +13,7 @@ from hfdist.config.cli.recipe_names import NAMES
 from hfdist.config.task import TaskName
 from hfdist.errors import ConfigError
 from hfdist.strategies.pipelines.pipeline import PipelineEngine
-from hfdist.testing import RankFailed, run_ranks
+from hfdist.testing import RankFailed
 from hfdist.verify.check import answers, command, small_run
 from hfdist.verify.check.answers import Checker, Verdict
 from hfdist.verify.check.questions import Question, ask_layouts, ask_others, ask_tasks
@@ -58,11 +59,11 @@ def test_a_run_refuses_with_the_same_words(tmp_path):
 
 
 def test_the_real_sizes_count(tmp_path):
-    config = AutoConfig.for_model("llama", hidden_size=96, num_attention_heads=3, num_key_value_heads=3)
-    config.save_pretrained(tmp_path)
-    answer = Checker(str(tmp_path)).answer(layout("tensor"))
+    """The small model has more blocks than this one."""
+    AutoConfig.for_model("llama", hidden_size=64, num_attention_heads=4, num_hidden_layers=1).save_pretrained(tmp_path)
+    answer = Checker(str(tmp_path)).answer(layout("pipeline"))
     assert answer.verdict is Verdict.no
-    assert "3" in str(answer.reason.found)
+    assert "block" in answer.reason.what
 
 
 def test_a_layout_that_computes_something_else_is_seen(monkeypatch):
@@ -111,7 +112,9 @@ def test_each_task_is_asked_once():
 
 def test_code_of_a_repository_is_not_run(tmp_path):
     (tmp_path / "config.json").write_text(
-        json.dumps({"model_type": "mine", "auto_map": {"AutoConfig": "mine.Mine", "AutoModelForCausalLM": "mine.Model"}})
+        json.dumps(
+            {"model_type": "mine", "auto_map": {"AutoConfig": "mine.Mine", "AutoModelForCausalLM": "mine.Model"}}
+        )
     )
     (tmp_path / "mine.py").write_text(f"open({str(tmp_path / 'ran')!r}, 'w')")
     with pytest.raises(ConfigError, match="Python code of its own"):
@@ -119,22 +122,37 @@ def test_code_of_a_repository_is_not_run(tmp_path):
     assert not (tmp_path / "ran").exists()
 
 
-def call(*arguments):
-    """In a fork, since the command changes its process."""
-    sys.argv, sys.stdout = ["hfdist check", *arguments], io.StringIO()
-    command.main()
-    return sys.stdout.getvalue()
+@pytest.fixture
+def call(monkeypatch, capsys):
+    """Run the command, and undo what it does to its process."""
+    for name in ("CUDA_VISIBLE_DEVICES", "DS_ACCELERATOR"):
+        monkeypatch.setenv(name, os.environ.get(name, ""))
+
+    def run(*arguments):
+        monkeypatch.setattr(sys, "argv", ["hfdist check", *arguments])
+        command.main()
+        return capsys.readouterr().out
+
+    yield run
+    logging.disable(logging.NOTSET)
 
 
-def test_the_command_writes_a_table_and_json(monkeypatch):
+def test_the_command_writes_a_table_and_json(monkeypatch, call):
     of_tasks = [Question(about="task", choice=name, command=name) for name in ("pretrain", "reward", "embed")]
     monkeypatch.setattr(answers, "ask_tasks", lambda: iter(of_tasks))
     monkeypatch.setattr(answers, "ask_layouts", lambda name: iter([layout("moe")]))
     monkeypatch.setattr(answers, "ask_others", lambda name: iter([]))
-    (table,) = run_ranks(call, 1, "tiny", group=False)
-    assert table.splitlines()[:5] == ["task", *(f"  {name:<18} yes" for name in ("pretrain", "reward", "embed")), "layout"]
-    assert table.splitlines()[5].startswith("  moe                no, because transformers has no plan")
-    (text,) = run_ranks(call, 1, "tiny", "--json", group=False)
-    content = json.loads(text)
+    lines = call("tiny").splitlines()
+    assert lines[:5] == ["task", *(f"  {name:<18} yes" for name in ("pretrain", "reward", "embed")), "layout"]
+    assert lines[5].startswith("  moe                no, because transformers has no plan")
+    content = json.loads(call("model=tiny", "--json"))
     assert [one["answer"] for one in content["answers"]] == ["yes", "yes", "yes", "no"]
     assert content["answers"][-1]["command"] == "hfdist pretrain strategy=moe"
+
+
+@pytest.mark.parametrize("arguments", [(), ("./nowhere",), ("tiny", "jsn=true")])
+def test_a_mistake_is_one_message(call, capsys, arguments):
+    with pytest.raises(SystemExit) as ended:
+        call(*arguments)
+    assert ended.value.code == 2
+    assert capsys.readouterr().err.count("Config error") == 1
