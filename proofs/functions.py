@@ -11,7 +11,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-
 _OF_TEN = {0: "held_out", 1: "valid"}
 """Which tenths of the modules are not trained on."""
 _LEFT_OUT = ("site-packages", "test", "tests", "idle_test", "lib2to3", "turtledemo", "pydoc_data")

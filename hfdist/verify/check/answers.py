@@ -57,7 +57,11 @@ class Answer:
 
 
 class _Untried(Exception):
-    """No small model of the class trains even on one process; its cause says why."""
+    """No small model of the class trains even on one process."""
+
+    def __init__(self, reason: HfdistError) -> None:
+        super().__init__(str(reason))
+        self.reason = reason
 
 
 class Checker:
@@ -97,8 +101,7 @@ class Checker:
         try:
             remark = self._try(question)
         except _Untried as error:
-            assert isinstance(error.__cause__, HfdistError)
-            return Answer(question=question, verdict=Verdict.untried, reason=error.__cause__)
+            return Answer(question=question, verdict=Verdict.untried, reason=error.reason)
         except HfdistError as error:
             return Answer(question=question, verdict=Verdict.no, reason=error)
         return Answer(question=question, verdict=Verdict.yes, remark=remark)
@@ -132,7 +135,7 @@ class Checker:
             alone = replace(config, strategy=strategy, model=model, adapter=AdapterConfig())
             whole = self._steps(alone, plain, 1)
         except HfdistError as error:
-            raise _Untried from error
+            raise _Untried(error) from error
         found = self._steps(config, small, processes)
         if config.adapter.is_used:
             # It trains; with other weights than the whole model.

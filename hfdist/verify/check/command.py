@@ -27,9 +27,9 @@ hfdist check tiny                     a preset of `model`
 hfdist check Qwen/Qwen3-4B            a model of the Hub
 hfdist check ./my_model               a folder, or a .gguf file
 
-Each line is `yes`; `no`, with the reason; or `untried`. The reasons are those of a run. A `yes` of a layout says besides
-that a small model of the class has trained two steps in it, on the CPU of this machine, with the losses and the norms
-of gradients of one process. `untried`: no check refuses it, but no small model of the class can be trained here.
+Each line is `yes`; `no`, with the reason; or `untried`. The reasons are those of a run. A `yes` of a layout says
+besides that a small model of the class has trained two steps in it, on the CPU of this machine, with the losses and the
+norms of gradients of one process. `untried`: no check refuses it, but no small model of the class can be trained here.
 
 model=MODEL         the model; MODEL alone means the same
 json=true, --json   for tools: one object, with all answers
