@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo finetune test bench matrices zoo parity mesh layouts finetuning reinforcement environments embeddings interruptions faults soak cluster jobs shares canary gpu gpus sweeps widths plan mutations coverage readme docs check format clean
+.PHONY: help setup demo finetune test bench matrices zoo parity mesh layouts finetuning reinforcement environments interruptions faults soak cluster jobs shares canary gpu gpus sweeps widths plan mutations coverage readme docs check format clean
 
 help:  ## List the commands.
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 16
@@ -65,9 +65,6 @@ reinforcement: $(READY)  ## Let GRPO teach a small model to add, by three seeds,
 
 environments: $(READY)  ## Let GRPO teach a small model to use a calculator, by three seeds, and write docs/environments-proof.md (8 minutes).
 	$(BIN)/python -m proofs.environments docs/environments-proof.md
-
-embeddings: $(READY)  ## Let docstrings find their functions, by three seeds, and write docs/embeddings-proof.md (10 minutes).
-	$(BIN)/python -m proofs.docstring_embeddings docs/embeddings-proof.md
 
 interruptions: $(READY)  ## Stop and resume streams and runs in thousands of ways, and prove that nothing is lost or repeated.
 	$(BIN)/python -m pytest tests/unit/data/test_any_interruption.py -m many
