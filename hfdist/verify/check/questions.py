@@ -88,18 +88,15 @@ def ask_layouts(command: str) -> Iterator[Question]:
 
 def ask_others(command: str) -> Iterator[Question]:
     """Ask for adapters, implementations of attention, and ways to pack documents, in runs of one command."""
-    merged = "adapter.merge=false"
-    for name in list_options(shipped_folder(), "adapter"):
-        if name != "none":
-            yield Question(about="adapter", choice=name, overrides=(f"adapter={name}", merged), command=command)
-    for part in AdapterPart:
-        overrides = ("adapter=lora", f"adapter.target_parts=[{part.value}]", merged)
-        yield Question(about="adapter", choice=f"lora of {part.value}", overrides=overrides, command=command)
-    for attention in Attention:
-        if attention is not Attention.auto:
-            overrides = (f"model.attention={attention.value}",)
-            yield Question(about="attention", choice=attention.value, overrides=overrides, command=command)
-    for packing in Packing:
-        if packing is not Packing.auto:
-            overrides = (f"data.packing={packing.value}",)
-            yield Question(about="packing", choice=packing.value, overrides=overrides, command=command)
+    adapters = {name: [f"adapter={name}"] for name in list_options(shipped_folder(), "adapter") if name != "none"}
+    adapters |= {
+        f"lora of {part.value}": ["adapter=lora", f"adapter.target_parts=[{part.value}]"] for part in AdapterPart
+    }
+    choices = {
+        "adapter": {name: [*overrides, "adapter.merge=false"] for name, overrides in adapters.items()},
+        "attention": {one.value: [f"model.attention={one.value}"] for one in Attention if one is not Attention.auto},
+        "packing": {one.value: [f"data.packing={one.value}"] for one in Packing if one is not Packing.auto},
+    }
+    for about, by_name in choices.items():
+        for name, overrides in by_name.items():
+            yield Question(about=about, choice=name, overrides=tuple(overrides), command=command)
