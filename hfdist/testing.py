@@ -90,8 +90,8 @@ def _collect(pipes: list[Connection], timeout_seconds: float) -> list[object]:
             except EOFError as error:
                 raise RankFailed(f"rank {rank} died without a word") from error
             if not succeeded:
-                traced, error = value
-                raise RankFailed(f"rank {rank} raised:\n{traced}") from error
+                traced, cause = value
+                raise RankFailed(f"rank {rank} raised:\n{traced}") from cause
             results[rank] = value
     return [results[rank] for rank in range(len(pipes))]
 
@@ -124,14 +124,19 @@ def _rank_main(
         answer = (True, function(*arguments))
         pipe.send(answer)
     except BaseException as error:
-        own = type(error)(**error.texts()) if isinstance(error, HfdistError) else None
-        answer = (False, (traceback.format_exc(), own))
+        answer = (False, (traceback.format_exc(), _copy(error) if isinstance(error, HfdistError) else None))
         pipe.send(answer)
     pipe.close()
     sys.stdout.flush()
     sys.stderr.flush()
     # Without the interpreter's own exit: gloo and DeepSpeed sometimes abort in it.
     os._exit(0 if answer[0] else 1)
+
+
+def _copy(error: HfdistError) -> HfdistError:
+    """Give an error of texts alone, which a pipe can take."""
+    told = error.texts()
+    return type(error)(str(told.pop("what")), **told)
 
 
 def _serve_store(context: ForkContext) -> tuple[ForkProcess, int]:
