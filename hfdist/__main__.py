@@ -27,6 +27,7 @@ complete -o nospace -o default -F _hfdist hfdist
 _WORDS = {
     "audit": "run= step= text=short text=full processes= --offline",
     "bandwidth": "processes= largest= out= hardware= call_seconds= --json",
+    "check": "model= --json --offline",
     "doctor": "processes= run.dir= pair_seconds= --offline --json",
     "explain-hang": "--json",
     "generate": "join= model= folder= wait_seconds=",

@@ -115,7 +115,7 @@ def _raise(answer: dict[str, str | None], where: str, found: object, limits: Lim
 def _be_child(do: Callable[[], object], writer: int, limits: Limits) -> NoReturn:
     answer: dict[str, str | None] = {"kind": "Exception", "what": "the process ended"}
     try:
-        _confine(limits)
+        confine(limits)
         do()
         answer = {}
     except MemoryError:
@@ -136,7 +136,8 @@ def _be_child(do: Callable[[], object], writer: int, limits: Limits) -> NoReturn
         os._exit(0)
 
 
-def _confine(limits: Limits) -> None:
+def confine(limits: Limits) -> None:
+    """Let a fork use no more than the limits, and say nothing. `limits.wall_seconds` are up to its parent."""
     faulthandler.disable()
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1):
         signal.signal(number, signal.SIG_DFL)

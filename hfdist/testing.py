@@ -23,9 +23,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from hfdist.errors import HfdistError
+
 
 class RankFailed(AssertionError):
-    """A rank raised, died or did not finish in time."""
+    """A rank raised, died or did not finish in time; its cause is an error of hfdist's that the rank raised."""
 
 
 def run_ranks(
@@ -88,7 +90,8 @@ def _collect(pipes: list[Connection], timeout_seconds: float) -> list[object]:
             except EOFError as error:
                 raise RankFailed(f"rank {rank} died without a word") from error
             if not succeeded:
-                raise RankFailed(f"rank {rank} raised:\n{value}")
+                traced, cause = value
+                raise RankFailed(f"rank {rank} raised:\n{traced}") from cause
             results[rank] = value
     return [results[rank] for rank in range(len(pipes))]
 
@@ -120,14 +123,20 @@ def _rank_main(
             dist.init_process_group("gloo", store=_store(port), rank=rank, world_size=world_size)
         answer = (True, function(*arguments))
         pipe.send(answer)
-    except BaseException:
-        answer = (False, traceback.format_exc())
+    except BaseException as error:
+        answer = (False, (traceback.format_exc(), _copy(error) if isinstance(error, HfdistError) else None))
         pipe.send(answer)
     pipe.close()
     sys.stdout.flush()
     sys.stderr.flush()
     # Without the interpreter's own exit: gloo and DeepSpeed sometimes abort in it.
     os._exit(0 if answer[0] else 1)
+
+
+def _copy(error: HfdistError) -> HfdistError:
+    """Give an error of texts alone, which a pipe can take."""
+    told = error.texts()
+    return type(error)(str(told.pop("what")), **told)
 
 
 def _serve_store(context: ForkContext) -> tuple[ForkProcess, int]:

@@ -36,15 +36,16 @@ def initialize_by_name(
         kept = [] if chosen is None else [parameter for parameter in reachable if id(parameter) not in chosen]
         if chosen is not None and len(kept) == len(reachable):
             continue
-        # A tied head comes after its embedding and must not draw it again under another name.
-        is_tied_alias = not own and next(module.parameters(recurse=False), None) is not None
+        # A tied head comes after its embedding and must not draw it again under another name: ZeRO-3 would not.
+        tied = [parameter for parameter in module.parameters(recurse=False) if id(parameter) in initialized]
+        is_tied_alias = not own and bool(tied)
         # What has no parameters itself may have a rule for its children's.
         holders = [module] if module._parameters else [child for child in module.children() if child._parameters]
         if is_tied_alias or (holders and all(map(is_on_other_stage, holders))):
             continue
         with (
             layout.gathered(reachable, writes=True),
-            _drawing_anew([] if chosen is None else reachable, kept),
+            _drawing_anew([] if chosen is None else reachable, [*kept, *tied]),
             _on_cpu_in_float32(reachable),
             torch.random.fork_rng(devices=[]),
         ):

@@ -63,7 +63,11 @@ def probe_loss(model: PreTrainedModel, batch: dict[str, torch.Tensor], **more: o
         loss: torch.Tensor = model(**batch, **more).loss
         return loss
     inputs = {name: tensor for name, tensor in batch.items() if name != "labels"}
-    states: torch.Tensor = model(**inputs, **more)[0]
+    return loss_of_states(model(**inputs, **more)[0])
+
+
+def loss_of_states(states: torch.Tensor) -> torch.Tensor:
+    """Give a number that each element moves in its own way; `states` may have any shape."""
     generator = torch.Generator().manual_seed(1)
     # Squares: a sum that may be near 0 could not be compared.
     return (states + torch.randn(states.shape, generator=generator).to(states)).square().mean()

@@ -150,7 +150,7 @@ class Run(RunState):
     def build_trainer(self) -> None:
         """Make the Trainer, with the callbacks of the parts."""
         config, arguments, model, data = self.config, self.arguments, self.model, self.data
-        check_packing(model, data.stream, self.strategy, self._head)
+        check_packing(model, data.stream.plan.packing, self.strategy, self._head)
         self.objective = make_objective(
             config, data.tokenizer, data.held_out, strategy=self.strategy, arguments=arguments
         )

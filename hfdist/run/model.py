@@ -15,7 +15,6 @@ from hfdist.config.paths import expand_user
 from hfdist.config.run import RunConfig
 from hfdist.config.task import Head, Pooling, TaskName
 from hfdist.config.train import Precision
-from hfdist.data import TokenStream
 from hfdist.errors import ConfigError
 from hfdist.models import find_architecture
 from hfdist.models.adapter_trial import try_adapter
@@ -82,7 +81,7 @@ def find_model(config: RunConfig) -> FoundModel:
     return FoundModel(found, architecture, start.fetch_weights, why_together)
 
 
-def check_packing(model: PreTrainedModel, stream: TokenStream, strategy: Strategy, head: Head) -> None:
+def check_packing(model: PreTrainedModel, packing: Packing, strategy: Strategy, head: Head) -> None:
     """Warn where packed documents see each other; `head`: what the model gives at its end.
 
     Raises:
@@ -90,15 +89,20 @@ def check_packing(model: PreTrainedModel, stream: TokenStream, strategy: Strateg
     """
     if takes_texts_apart(model, head):
         return
-    if not strategy.partitions_in_constructor and class_keeps_documents_apart(model) is False:
-        logger.warning(
-            "packed documents see each other in this model: %s does not mask by positions", model.config.model_type
-        )
-    if stream.plan.packing is not Packing.none and not counts_from_zero(model):
+    if not strategy.partitions_in_constructor and (why := why_documents_mix(model)) is not None:
+        logger.warning("%s", why)
+    if packing is not Packing.none and not counts_from_zero(model):
         what = "packed documents have positions from 0, and this model counts otherwise in one document"
-        found = f"{stream.plan.packing.value}, with {type(model).__name__}"
+        found = f"{packing.value}, with {type(model).__name__}"
         hint = "data.packing=none"
         raise ConfigError(what, where="data.packing", found=found, allowed="none for this model", hint=hint)
+
+
+def why_documents_mix(model: PreTrainedModel) -> str | None:
+    """Say why packed documents see each other; None: they do not, or it cannot be tried here."""
+    if class_keeps_documents_apart(model) is not False:
+        return None
+    return f"packed documents see each other in this model: {model.config.model_type} does not mask by positions"
 
 
 def speed_up(config: RunConfig, model: PreTrainedModel, strategy: Strategy) -> None:

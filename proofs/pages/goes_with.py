@@ -22,6 +22,7 @@ from hfdist.config.model import Attention
 from hfdist.config.run import RunConfig
 from hfdist.config.train import Compile, Precision
 from hfdist.errors import ConfigError
+from hfdist.verify.check.questions import needed_values
 
 HEAD = """\
 # What goes with what
@@ -147,9 +148,7 @@ def _with(*overrides: str) -> RunConfig:
 def _with_task(task: str) -> RunConfig:
     if task == "causal_lm":
         return _with()
-    rewards = ["task.rewards={arithmetic: 1.0}"] * (task in ("grpo", "rloo", "online_dpo"))
-    teacher = ["task.teacher=teacher"] * (task == "distill")
-    return compose_config([*_MODEL, *_ROWS, f"task={task}", *rewards, *teacher], name="tune")
+    return compose_config([*_MODEL, *_ROWS, f"task={task}", *needed_values(task)], name="tune")
 
 
 def _check(config: RunConfig, processes: int) -> Any:

@@ -20,6 +20,7 @@ _OF_THE_HOUSE = ("tests", "docs")
 _PAGES = {
     "audit": "data.md#prove-what-was-read",
     "bandwidth": "bandwidth.md",
+    "check": "choose-strategy.md#what-a-model-takes",
     "doctor": "doctor.md",
     "explain-hang": "doctor.md",
     "finetune": "fine-tuning.md",

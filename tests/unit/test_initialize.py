@@ -78,3 +78,20 @@ def test_tied_weights_are_drawn_once():
     assert tied.lm_head.weight is tied.model.embed_tokens.weight
     assert torch.equal(tied.model.embed_tokens.weight, untied.model.embed_tokens.weight)
     assert not torch.equal(untied.lm_head.weight, untied.model.embed_tokens.weight)
+
+
+def test_a_tied_head_with_a_bias_leaves_the_embedding_as_it_was_drawn():
+    """Under ZeRO-3 it could not draw it again, since only the bias is gathered there."""
+    config = AutoConfig.for_model("bert", is_decoder=True, **SIZES, intermediate_size=64, num_attention_heads=2)
+    drawn = {}
+    for ties in (True, False):
+        config.tie_word_embeddings = ties
+        with no_init_weights():
+            model = AutoModelForCausalLM.from_config(config)
+        model.tie_weights()
+        initialize_by_name(model, 5)
+        head = model.get_output_embeddings()
+        assert (head.weight is model.get_input_embeddings().weight) is ties
+        assert head.bias is not None
+        drawn[ties] = model.get_input_embeddings().weight
+    assert torch.equal(drawn[True], drawn[False])

@@ -79,7 +79,9 @@ def check_task(config: RunConfig) -> None:
         _check_without_text(config)
 
 
-def _check_section(config: RunConfig, name: str, default: TextsConfig | LabelsConfig | PairsConfig, *, is_read: bool) -> None:
+def _check_section(
+    config: RunConfig, name: str, default: TextsConfig | LabelsConfig | PairsConfig, *, is_read: bool
+) -> None:
     """Refuse a section of `data` that says something of rows which the task does not have."""
     section = getattr(config.data, name)
     if is_read or section == default:
