@@ -266,11 +266,9 @@ def test_the_loss_of_own_answers_is_that_of_trl(folder, tmp_path, monkeypatch):
     assert len(lengths) == GLOBAL_BATCH
     assert max(lengths) <= 9
     shown = [line for line in read_lines(RunFolder(run).rollouts) if line["step"] == 1]
-    drawn = torch.cat([batch["labels"] for batch in torch.load(tmp_path / "step-0.pt")])[: len(shown)]
     words = AutoTokenizer.from_pretrained(folder / "lm")
-    texts = [
-        words.decode([*filter(lambda token: token != IGNORED, row)], skip_special_tokens=True) for row in drawn.tolist()
-    ]
+    rows = [row for batch in torch.load(tmp_path / "step-0.pt") for row in batch["labels"]]
+    texts = [words.decode(row[row != IGNORED], skip_special_tokens=True) for row in rows[: len(shown)]]
     assert [line["text"] for line in shown] == texts
     assert len(shown) == 2
     assert len({tuple(ids.tolist()) for batch in torch.load(tmp_path / "step-1.pt") for ids in batch["input_ids"]}) > 1
