@@ -1,6 +1,6 @@
-"""Memory of this process in pages of 2 MiB: to fork it then takes a quarter of the kernel's time.
+"""Memory of this process in pages of 2 MiB: to fork it then takes a third of the kernel's time.
 
-A fork copies a line of a table for each page, and its end drops them: of 600 MB in pages of 4 KiB that is 30 ms a rank.
+A fork copies a line of a table for each page, and its end drops them: of 600 MB in pages of 4 KiB that is 20 ms a rank.
 """
 
 from __future__ import annotations

@@ -20,6 +20,7 @@ from hfdist.optim.registry import name_for_arguments
 from hfdist.optim.schedule import scheduler_of
 from hfdist.run.process_group import start_group_under_torchrun
 from hfdist.strategies.base import Strategy
+from hfdist.strategies.deepspeed.quick_import import import_deepspeed
 from hfdist.topology import read_launcher
 from hfdist.watch.callback import is_broken_connection
 
@@ -29,6 +30,7 @@ def build_arguments(config: RunConfig, strategy: Strategy, *, max_steps: int) ->
     fields = _generated(config, strategy.batch, max_steps) | strategy.training_arguments()
     own = config.train.arguments
     choose_gloo_interface()
+    import_deepspeed()
     try:
         start_group_under_torchrun(backend=own.get("ddp_backend"), timeout_seconds=own.get("ddp_timeout"))
         arguments = TrainingArguments(**fields, **own)

@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.huge_pages import use_huge_pages
 from tests.imports import import_all
 
 
@@ -12,6 +13,12 @@ def imported():
 
 @pytest.fixture(scope="module", autouse=True)
 def reads_little(short_library): ...
+
+
+@pytest.fixture(scope="module", autouse=True)
+def forks_quickly(imported):
+    # Again, since pages that are written to while there are forks become small ones.
+    use_huge_pages()
 
 
 @pytest.fixture(scope="session")

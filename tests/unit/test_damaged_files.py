@@ -22,6 +22,7 @@ from hfdist.models.gguf import convert_gguf
 from hfdist.models.peft_config import check_adapter
 from hfdist.models.resolve import resolve_model
 from hfdist.models.tokenizer import train_bpe
+from tests.huge_pages import use_huge_pages
 from tests.marks import many
 
 STRANGE = (None, True, -1, 0, 3, 2**31, 2**63, 1e12, 0.5, "", "x", "gelu", [], {}, [[]], {"a": 1}, ["x"], 10**30)
@@ -62,6 +63,8 @@ def damaged(text, choose):
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory):
     """A model in two files of weights, with a tokenizer and an adapter."""
+    # Each time that they are opened is seven forks, one in another.
+    use_huge_pages()
     folder = tmp_path_factory.mktemp("whole")
     tokenizer = train_bpe(["some words to learn"] * 3, 270)
     config = LlamaConfig(
