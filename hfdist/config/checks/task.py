@@ -111,9 +111,7 @@ def _check_padded_rows(config: RunConfig) -> None:
         why = "the head and the blocks of an encoder are not parted in this version"
     for key in ("pipeline", "tensor", "expert"):
         if getattr(config.strategy, key) > 1:
-            error = _misfit(config, f"strategy.{key}", "1", why)
-            error.hint = "strategy=zero3 or strategy=fsdp2, which part any model"
-            raise error
+            raise _misfit(config, f"strategy.{key}", "1", why)
     if config.model.attention is Attention.varlen:
         raise _misfit(config, "model.attention", "auto", "each document is a padded row, in which there is one")
     if task.name is TaskName.seq2seq:

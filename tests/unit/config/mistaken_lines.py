@@ -7,6 +7,8 @@ GRPO = "tune task=grpo model=tiny data=prompts.jsonl"
 REWARDED = f"{GRPO} 'data.columns={{completion: answer}}' 'task.rewards={{arithmetic: 1.0}}'"
 REWARD = "tune task=reward model=tiny data=pairs.jsonl"
 EMBED = "tune task=embed model=tiny data=functions.jsonl"
+PAIRED = "tune task=seq2seq model=some/model data=texts.jsonl"
+MASKED = "tune task=mlm model=some/model data=texts.jsonl"
 DISTILL = "tune task=distill model=tiny data=chats.jsonl"
 MIXED = "pretrain data=mixture '+data.sources.a={path: texts.jsonl}' '+data.sources.b={path: texts.jsonl}'"
 WEIGHED = "pretrain data=mixture '+data.sources.a={path: texts.jsonl, weight: 1}'"
@@ -341,6 +343,13 @@ LINES = [
     f"{EMBED} task.loss=triplet task.margin=0.2 task.mask_duplicates=true",
     f"{EMBED} task.matryoshka=[64,64]",
     f"{EMBED} data.texts.max_tokens=5000",
+    f"{PAIRED} strategy.pipeline=2 launch.processes=2",
+    f"{PAIRED} data.packing=best_fit",
+    f"{PAIRED} data.too_long=split",
+    f"{PAIRED} evaluate.lm_eval=[hellaswag]",
+    f"{MASKED} strategy.tensor=2 launch.processes=2",
+    f"{MASKED} model.attention=varlen",
+    f"{MASKED} task.random_replace_prob=0.3",
     # islands
     "pretrain islands.count=2",
     "pretrain islands=diloco",
