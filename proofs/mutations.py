@@ -130,7 +130,7 @@ MUTATIONS = [
     ),
     Mutation(
         "the first token of a document is a target",
-        "    labels[[0, *accumulate(lengths[:-1])]] = IGNORED\n",
+        "    labels[begins] = IGNORED\n",
         "    labels[0] = IGNORED\n",
         f"{UNIT}/data/test_packing.py",
     ),
