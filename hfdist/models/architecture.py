@@ -29,6 +29,7 @@ from hfdist.errors import ConfigError, HfdistError, first_line, nearest
 from hfdist.models.build import make_without_values
 from hfdist.models.cache_use import set_use_cache
 from hfdist.models.hub_client import reading_from_hub
+from hfdist.models.image_text import is_type_with_text
 
 _LARGE_CONFIG = 1 << 20
 """Bytes; those of models have some thousands."""
@@ -48,12 +49,12 @@ def find_architecture(config: ModelConfig, *, sequence_length: int, head: Head =
     if config.name is not None and not config.trust_remote_code:
         _try(config, head)
     architecture = _named(config) if config.name is not None else _of_type(config)
-    if architecture.model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and not config.trust_remote_code:
+    if not is_type_with_text(architecture.model_type) and not config.trust_remote_code:
         raise ConfigError(
             "transformers has no causal language model of this type",
             where="model.name" if config.name else "model.type",
             found=architecture.model_type,
-            allowed="a type with an AutoModelForCausalLM class",
+            allowed="a type with an AutoModelForCausalLM or AutoModelForImageTextToText class",
             hint="another model.name, of a model that writes text" if config.name else None,
         )
     if head is Head.score:
@@ -102,7 +103,7 @@ def _try(config: ModelConfig, head: Head) -> None:
 
     def make() -> None:
         architecture = _named(config)
-        if architecture.model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        if is_type_with_text(architecture.model_type):
             with torch.device("meta"):
                 make_without_values(config, architecture, head=head)
 
@@ -128,7 +129,7 @@ def _named(config: ModelConfig) -> PreTrainedConfig:
 def _of_type(config: ModelConfig) -> PreTrainedConfig:
     """A new config of one of transformers' types."""
     kind = config.type or ""
-    if kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+    if not is_type_with_text(kind):
         raise ConfigError(
             "transformers knows no causal language model of this type",
             where="model.type",

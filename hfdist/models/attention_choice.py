@@ -14,6 +14,7 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
     MODEL_MAPPING,
 )
@@ -165,7 +166,10 @@ def _make(small: PreTrainedConfig, attention: str | None, head: Head) -> PreTrai
     small._attn_implementation = attention
     # torch.manual_seed would seed GPUs, too, which are not set back.
     torch.default_generator.manual_seed(0)
-    model_class = _CLASSES[head][type(small)]
+    classes = _CLASSES[head]
+    if head is Head.tokens and type(small) not in classes:
+        classes = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    model_class = classes[type(small)]
     if model_class.config_class is type(small.get_text_config()):
         # Of a model for text and images it takes the part for text.
         small = small.get_text_config()

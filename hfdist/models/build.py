@@ -13,6 +13,7 @@ from torch import nn
 from transformers import (
     AutoModel,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoModelForSequenceClassification,
     PreTrainedConfig,
     PreTrainedModel,
@@ -24,6 +25,7 @@ from hfdist.config.task import Head
 from hfdist.errors import ConfigError, HfdistError, ResourceError, first_line
 from hfdist.models.adapter_parts import describe_parts
 from hfdist.models.hub_client import reading_from_hub
+from hfdist.models.image_text import may_read_images
 from hfdist.models.initialize import initialize_by_name
 from hfdist.models.names.hub_names import find_hub_names
 from hfdist.models.names.weight_names import NameDifferences, read_names, without_report
@@ -89,7 +91,7 @@ def check_weights(
     _check_not_quantized(architecture)
     assert config.name is not None  # checked with the config
     how = {"config": copy.deepcopy(architecture), "dtype": "auto", **_safely(config)}
-    names = read_names(auto_class(head), config.name, where="model.name", head=head, **how)
+    names = read_names(auto_class(head, architecture), config.name, where="model.name", head=head, **how)
     _check_names(names, config, trained)
 
 
@@ -118,7 +120,7 @@ def make_without_values(
     """
     try:
         with no_init_weights():
-            model: PreTrainedModel = auto_class(head).from_config(
+            model: PreTrainedModel = auto_class(head, architecture).from_config(
                 architecture, dtype=_dtype(config.dtype), trust_remote_code=config.trust_remote_code
             )
     except (HfdistError, MemoryError):
@@ -136,10 +138,11 @@ def make_without_values(
     return model
 
 
-def auto_class(head: Head) -> Any:
-    """Give transformers' class of models that end so."""
-    classes = {Head.score: AutoModelForSequenceClassification, Head.none: AutoModel}
-    return classes.get(head, AutoModelForCausalLM)
+def auto_class(head: Head, architecture: PreTrainedConfig) -> Any:
+    """Give transformers' class of models of a config that end so."""
+    if head is Head.tokens:
+        return AutoModelForImageTextToText if may_read_images(architecture) else AutoModelForCausalLM
+    return {Head.score: AutoModelForSequenceClassification, Head.none: AutoModel}[head]
 
 
 def _draw(model: PreTrainedModel, trained: TrainableParameters, seed: int, layout: Partitioning) -> PreTrainedModel:
@@ -176,7 +179,7 @@ def _read(
     assert config.name is not None  # checked with the config
     dtype, is_partitioned = _dtype(config.dtype), layout.partitions_in_constructor
     with reading_from_hub("model.name", config.name), _naming_memory(config.name), without_report():
-        model, about = auto_class(head).from_pretrained(
+        model, about = auto_class(head, architecture).from_pretrained(
             config.name,
             output_loading_info=True,
             config=architecture,

@@ -13,6 +13,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICA
 from hfdist.models.adapter import inject_adapter
 from hfdist.models.cache_use import without_cache
 from hfdist.models.embeddings import has_no_head
+from hfdist.models.image_text import reads_images
 from hfdist.models.shrink import shrink
 
 
@@ -134,6 +135,9 @@ def unused_parameters(model: PreTrainedModel) -> frozenset[str] | None:
     Returns:
         The kinds of names (`kind_of_name`) of which no gradient reaches some parameter; None: it cannot be tried.
     """
+    if reads_images(model):
+        # The same is trained in each step, and what is never reached is frozen.
+        return frozenset()
     with torch.random.fork_rng(devices=[]):
         try:
             small = small_with_adapters(model)

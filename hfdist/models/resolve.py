@@ -8,13 +8,12 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-
 from hfdist.config.model import Init, ModelConfig, TokenizerConfig
 from hfdist.config.paths import expand_user
 from hfdist.errors import ConfigError
 from hfdist.models.gguf import convert_gguf
 from hfdist.models.hub_client import FETCH_FIRST
+from hfdist.models.image_text import is_type_with_text
 from hfdist.models.hub_repository import Repository, Snapshot
 
 _SMALL = (".json", ".txt", ".model", ".jinja", ".tiktoken")
@@ -228,7 +227,7 @@ def _refuse_code(config_file: Path, found: str) -> None:
     try:
         values = json.loads(config_file.read_bytes())
         kind = values.get("model_type")
-        needs_code = "auto_map" in values and kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+        needs_code = "auto_map" in values and not is_type_with_text(kind)
     except (OSError, ValueError, TypeError, AttributeError, RecursionError):
         # Told where it is read as a config.
         return

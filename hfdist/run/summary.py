@@ -28,6 +28,7 @@ from hfdist.data.order.records import Status
 from hfdist.data.packing.sequence import IGNORED, INPUT_IDS, LABELS, POSITION_IDS
 from hfdist.data.packing.sequence import Sequence as Packed
 from hfdist.data.tokenization.encoders import Encoders
+from hfdist.data.tokenization.image_tokens import ImageTokens
 from hfdist.errors import printable
 from hfdist.optim.check import describe
 from hfdist.optim.registry import make_small
@@ -56,7 +57,7 @@ def tell_start(run: RunState) -> None:
         logger.info("the data are an example of hfdist's; your own: data=FILE or data=FOLDER")
     if data.corpus.has_examples:
         a_step = run.strategy.batch.tokens_per_step
-        logger.info("of the data: %s", survey(data.corpus, data.tokenizer, config.data, config.task, a_step))
+        logger.info("of the data: %s", survey(data.corpus, data.tokenizer, config.data, config.task, a_step, data.images))
         if (advice := advise(data.corpus, data.tokenizer, config)) is not None:
             logger.warning("%s", advice)
     for text in preview(data.stream, data.tokenizer, config.report.preview, config.task):
@@ -189,13 +190,18 @@ def _safe(text: str) -> str:
 
 
 def survey(
-    corpus: Corpus, tokenizer: PreTrainedTokenizerBase, config: DataConfig, task: TaskConfig, tokens_per_step: int = 0
+    corpus: Corpus,
+    tokenizer: PreTrainedTokenizerBase,
+    config: DataConfig,
+    task: TaskConfig,
+    tokens_per_step: int = 0,
+    images: ImageTokens | None = None,
 ) -> str:
     """Say what becomes of some examples: their length, the share of targets, and how many are cut or left out.
 
     Also that a step reads all of them several times, if it does; 0 tokens a step: not known.
     """
-    documents = Documents(corpus, Encoders.of(tokenizer, config), open_token_cache(config), config)
+    documents = Documents(corpus, Encoders.of(tokenizer, config, images), open_token_cache(config), config)
     read = (chunk for block in corpus.mixed_blocks() for chunk in documents.chunks(np.array(block)))
     rows = (row for chunk in read for row in zip(chunk.views(), chunk.fates, chunk.cut_tokens, strict=True))
     found = list(islice(rows, _SURVEYED_DOCUMENTS))

@@ -79,7 +79,8 @@ def _generated(config: RunConfig, batch: BatchPlan, max_steps: int) -> dict[str,
         "ignore_data_skip": True,
         "remove_unused_columns": False,
         "average_tokens_across_devices": True,
-        "ddp_find_unused_parameters": False,
+        # A rank whose rows have no image does not call what reads them.
+        "ddp_find_unused_parameters": bool(config.data.images.used),
     } | _optimizer(config.optimizer, batch, max_steps)
 
 

@@ -28,6 +28,7 @@ from hfdist.data.sources.formats import split_columns
 from hfdist.data.sources.tokenfile import check_tokenizer
 from hfdist.data.tokenization.chat_encoder import Chat, ChatEncoder
 from hfdist.data.tokenization.chat_template import Message, RefusedError, read_template
+from hfdist.data.tokenization.image_tokens import ImageTokens
 from hfdist.data.tokenization.text_encoder import Encoder, tokenizer_digest
 from hfdist.errors import ConfigError
 
@@ -45,14 +46,24 @@ def _has_examples(shard: Shard) -> bool:
 class Encoders:
     """Makes tokens of documents and of examples; the tokenizer must have an end-of-text token."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, chat: ChatConfig, texts: TextsConfig | None = None) -> None:
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        chat: ChatConfig,
+        texts: TextsConfig | None = None,
+        images: ImageTokens | None = None,
+    ) -> None:
         self._tokenizer, self._chat, self._end = tokenizer, chat, tokenizer.eos_token_id
         self._texts = TextsConfig() if texts is None else texts
+        self.images = images
+        """What images become; None: rows have none."""
 
     @classmethod
-    def of(cls, tokenizer: PreTrainedTokenizerBase, data: DataConfig) -> Encoders:
+    def of(
+        cls, tokenizer: PreTrainedTokenizerBase, data: DataConfig, images: ImageTokens | None = None
+    ) -> Encoders:
         """Make those of a run's data."""
-        return cls(tokenizer, data.chat, data.texts)
+        return cls(tokenizer, data.chat, data.texts, images)
 
     # Made on demand: a copy of a large tokenizer takes tenths of a second, and a start needs little.
 
@@ -62,7 +73,7 @@ class Encoders:
 
     @cached_property
     def _conversations(self) -> ChatEncoder:
-        return ChatEncoder(self._tokenizer, self._chat, self._text)
+        return ChatEncoder(self._tokenizer, self._chat, self._text, self.images)
 
     @cached_property
     def _text_digest(self) -> str:
@@ -73,6 +84,8 @@ class Encoders:
         values = [_EXAMPLES, self._text_digest, *_what_renders(self._tokenizer, self._chat)]
         if self._texts != TextsConfig():
             values.append(dataclasses.asdict(self._texts))
+        if self.images is not None:
+            values.append(self.images.digest)
         return hashlib.blake2b(json.dumps(values, sort_keys=True).encode(), digest_size=12).hexdigest()
 
     def digest(self, *, examples: bool) -> str:
@@ -151,7 +164,11 @@ class Encoders:
         if "messages" not in example:
             return self._complete(example["prompt"], example["completion"])
         tools = example.get("tools") or self._chat.tools or None
-        return self._conversations.render(example["messages"], tools, example.get("learned_from", 0))
+        sizes = [(width, height) for width, height in (one["size"] for one in example.get("images", ()))]
+        if sizes and self.images is None:
+            hint = "data.images.used=true, with a model of image and text"
+            raise ContentError("a row has images, and the run reads text alone", found=len(sizes), hint=hint)
+        return self._conversations.render(example["messages"], tools, example.get("learned_from", 0), sizes)
 
     def _complete(self, prompt: str, completion: str) -> Tokens:
         """Give a prompt's own tokens, then its completion's, which are targets.

@@ -66,7 +66,7 @@ def _open_merged(adapter: Path, base: ModelConfig, config: PreTrainedConfig, hea
     with reading_from_hub("model.name", base.name), without_report():
         # As in the files: under ZeRO-3 the config has the type in which they were read.
         dtype = AutoConfig.from_pretrained(base.name, trust_remote_code=base.trust_remote_code).dtype
-        model = auto_class(head).from_pretrained(
+        model = auto_class(head, config).from_pretrained(
             base.name,
             config=config,
             revision=base.revision,
