@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,12 @@ def list_processor_files(config: ModelConfig) -> list[Path]:
     """List the files of a model's processor; `config` names a folder of this machine, or no model."""
     folder = None if config.name is None else expand_user(config.name)
     return [] if folder is None else [folder / name for name in PROCESSOR_FILES if (folder / name).is_file()]
+
+
+def copy_files(files: Iterable[Path], folder: Path) -> None:
+    """Copy files as they are: a processor made here may lack parts that need other packages."""
+    for file in files:
+        (folder / file.name).write_bytes(file.read_bytes())
 
 
 def load_processor(

@@ -17,6 +17,7 @@ from hfdist.models import TrainableParameters, build_model, check_weights, fit_v
 from hfdist.models.attention_choice import choose_attention
 from hfdist.models.image_text import find_unreached
 from hfdist.models.peft_config import check_adapter
+from hfdist.models.processor import list_processor_files
 from hfdist.open_files import raise_limit
 from hfdist.optim.registry import check_optimizer
 from hfdist.processes.startup import reporting
@@ -153,7 +154,8 @@ class Run(RunState):
         """Name what images never reach in the model."""
         if (images := self.data.images) is None:
             return frozenset()
-        return find_unreached(self.architecture, images.example())
+        with self.strategy.without_partitioning(self.arguments):
+            return find_unreached(self.architecture, images.example())
 
     @reporting("building the Trainer")
     def build_trainer(self) -> None:
@@ -178,7 +180,7 @@ class Run(RunState):
             data_collator=default_data_collator if data.images is None else data.stream.stack_rows,
             callbacks=callbacks,
             optimizer_cls_and_kwargs=own_optimizer(config, warmup_steps=int(arguments.warmup_steps)),
-            options=make_options(self),
+            options=make_options(self, list_processor_files(self._here.model)),
         )
         save_memory(config, model)
         self._join(Joins.built)

@@ -229,7 +229,11 @@ def _usage(end: Ending) -> list[str]:
         lines = ["from sentence_transformers import SentenceTransformer", f"model = SentenceTransformer({folder})"]
         asked, found = 'model.encode_query(["A query."])', 'model.encode_document(["A text.", "Another one."])'
         return [*lines, f"print(model.similarity({asked}, {found}))"]
+    if end.config.data.images.used:
+        return _usage_with_image(folder)
     name, package = "AutoModelForCausalLM", "transformers"
+    if end.config.data.images.used is False:
+        name = "AutoModelForImageTextToText"
     if head is Head.score:
         name = "AutoModelForSequenceClassification"
     if end.config.adapter.is_used and not (end.folder / "config.json").is_file():
@@ -249,6 +253,19 @@ def _usage(end: Ending) -> list[str]:
     # As the sample above: an answer is greedy, and what a model continues freely would repeat itself.
     choice = "do_sample=False" if of_data and not end.config.report.sample_prompt else "do_sample=True, top_k=40"
     return [*lines, f"print(tokenizer.decode(model.generate(**{inputs}, max_new_tokens=50, {choice})[0]))"]
+
+
+def _usage_with_image(folder: str) -> list[str]:
+    """Give lines of Python that ask a model about an image."""
+    chat = '[{"role": "user", "content": [{"type": "image", "path": "IMAGE"}, {"type": "text", "text": "What is it?"}]}]'
+    how = 'add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt"'
+    classes = "AutoModelForImageTextToText, AutoProcessor"
+    return [
+        f"from transformers import {classes}",
+        f"model, processor = (auto.from_pretrained({folder}) for auto in ({classes}))",
+        f"inputs = processor.apply_chat_template({chat}, {how})",
+        "print(processor.decode(model.generate(**inputs, max_new_tokens=50, do_sample=False)[0]))",
+    ]
 
 
 def _next(end: Ending) -> Iterator[tuple[str, str]]:

@@ -18,6 +18,7 @@ from hfdist.data.documents.corpus import Corpus, open_corpus
 from hfdist.data.documents.image_reader import ImageReader
 from hfdist.data.documents.nothing_held_out import HeldOutCounts, explain_nothing
 from hfdist.data.documents.token_reader import Documents, open_token_cache
+from hfdist.data.marks import are_images
 from hfdist.data.order.lane_state import Place
 from hfdist.data.order.records import make_records, numbers_of
 from hfdist.data.packing.concat import concat
@@ -62,6 +63,10 @@ class HeldOutImages(Dataset[dict[str, torch.Tensor]]):
 
     def __len__(self) -> int:
         return len(self._rows)
+
+    def has_image(self, index: int) -> bool:
+        """Whether an item has an image, which this does not decode."""
+        return bool(are_images(self._rows[index][2:]).any())
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         document, num_tokens, *tokens = self._rows[index]

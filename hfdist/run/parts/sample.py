@@ -7,9 +7,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
+from transformers import AutoConfig, PreTrainedTokenizerBase
 
+from hfdist.config.task import Head
 from hfdist.data.documents.examples import Example, take_examples
+from hfdist.models.build import auto_class
 from hfdist.run.parts.part import Part, warning_of_failure
 from hfdist.run.state import RunState
 
@@ -64,7 +66,7 @@ def sample(
     Gives what it has written: freely, by top-k sampling with a fixed seed, or greedily.
     """
     choice = {"do_sample": True, "top_k": 40, "temperature": 0.8} if is_free else {"do_sample": False}
-    model = AutoModelForCausalLM.from_pretrained(folder).eval()
+    model = auto_class(Head.tokens, AutoConfig.from_pretrained(folder)).from_pretrained(folder).eval()
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     # The end of a prompt asks.
     room = max(positions - num_tokens, 1) if isinstance(positions, int) and positions > 0 else len(prompt)
