@@ -48,6 +48,11 @@ def is_type_with_text(kind: object) -> bool:
     return kind in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES or kind in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
 
+def is_of_images_alone(kind: object) -> bool:
+    """Whether transformers opens a type by the class of models of image and text, and by no other."""
+    return kind in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES and kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+
 def names_of_parts(model: PreTrainedModel) -> dict[str, list[str]]:
     """Give the names of the parameters of each part; the model is whole, with or without an adapter.
 

@@ -30,7 +30,7 @@ from hfdist.data.tokenization.image_tokens import ImageTokens
 from hfdist.environments.registry import offered_tools
 from hfdist.errors import ConfigError
 from hfdist.models.tokenizer import load_tokenizer
-from hfdist.run.images import find_images
+from hfdist.run.images import check_images, find_images
 from hfdist.topology import Topology
 from hfdist.units import count
 
@@ -70,6 +70,7 @@ def build_data(config: RunConfig, topology: Topology, architecture: PreTrainedCo
             does not take.
     """
     folder = make_cache(config)
+    check_images(config, architecture)
     with writing("data.cache_dir", folder):
         corpus = open_corpus(config.data)
         tokenizer = load_tokenizer(

@@ -14,6 +14,7 @@ from hfdist.config.model import Init
 from hfdist.config.run import RunConfig
 from hfdist.config.task import Head
 from hfdist.data import PoolReport
+from hfdist.models.image_text import is_of_images_alone
 from hfdist.planning.grade import PEAK, STEP
 from hfdist.records import RunRecord
 from hfdist.run.usage import describe_usage
@@ -232,7 +233,7 @@ def _usage(end: Ending) -> list[str]:
     if end.config.data.images.used:
         return _usage_with_image(folder)
     name, package = "AutoModelForCausalLM", "transformers"
-    if end.config.data.images.used is False:
+    if is_of_images_alone(end.model_type):
         name = "AutoModelForImageTextToText"
     if head is Head.score:
         name = "AutoModelForSequenceClassification"

@@ -63,11 +63,12 @@ def check_packing(model: PreTrainedModel, stream: TokenStream, strategy: Strateg
     Raises:
         ConfigError: the model counts positions otherwise than packed documents have them.
     """
-    if not strategy.partitions_in_constructor and class_keeps_documents_apart(model) is False:
+    packs = stream.plan.packing is not Packing.none
+    if packs and not strategy.partitions_in_constructor and class_keeps_documents_apart(model) is False:
         logger.warning(
             "packed documents see each other in this model: %s does not mask by positions", model.config.model_type
         )
-    if stream.plan.packing is not Packing.none and not counts_from_zero(model):
+    if packs and not counts_from_zero(model):
         what = "packed documents have positions from 0, and this model counts otherwise in one document"
         found = f"{stream.plan.packing.value}, with {type(model).__name__}"
         hint = "data.packing=none"

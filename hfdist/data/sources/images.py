@@ -91,7 +91,7 @@ def take_images(
     if rules is None and num_places + len(brought):
         raise ContentError("a part is an image, and the model reads text alone", allowed="parts of type text")
     if num_places != len(refs) or (brought and given):
-        found = f"{len(brought) + len(given)} images, {num_places} places for them"
+        found = f"images: {len(brought) + len(given)}; places: {num_places}"
         raise ContentError("there are more or fewer images than places for them", found=found, allowed="as many")
     if rules is None or not refs:
         return example, ()
