@@ -189,11 +189,18 @@ def save_model(family: str, folder: Path) -> Path:
     return folder
 
 
-_SAVED = ("patch_size", "vision_feature_select_strategy", "num_additional_image_tokens", "image_seq_length", "image_seq_len")
+_SAVED = (
+    "patch_size",
+    "vision_feature_select_strategy",
+    "num_additional_image_tokens",
+    "image_seq_length",
+    "image_seq_len",
+)
 
 
 def draw(number: int) -> Image.Image:
     """Draw an image that has a size and a colour of its own."""
-    image = Image.new("RGB", (24 + 7 * (number % 5), 20 + 9 * (number % 3)), (40 * number % 256, 90, 200 - number % 100))
+    size, colour = (24 + 7 * (number % 5), 20 + 9 * (number % 3)), (40 * number % 256, 90, 200 - number % 100)
+    image = Image.new("RGB", size, colour)
     image.paste((255, 255, 17 * number % 256), (2, 3, 12, 9 + number % 7))
     return image

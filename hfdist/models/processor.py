@@ -1,4 +1,4 @@
-"""The processor of a model of image and text: made of its files, with transformers' class for its type, and no other."""
+"""The processor of a model of image and text: made of its files, with transformers' own class for its type."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def copy_files(files: Iterable[Path], folder: Path) -> None:
 def load_processor(
     config: ModelConfig, architecture: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase
 ) -> ProcessorMixin:
-    """Make the processor of a model with the run's tokenizer, which gets the tokens and the chat template that it lacks.
+    """Make the processor of a model with the run's tokenizer, which gets the tokens and the template that it lacks.
 
     Args:
         config: names a folder of this machine, with the processor's files.

@@ -13,8 +13,8 @@ from hfdist.config.paths import expand_user
 from hfdist.errors import ConfigError
 from hfdist.models.gguf import convert_gguf
 from hfdist.models.hub_client import FETCH_FIRST
-from hfdist.models.image_text import is_type_with_text
 from hfdist.models.hub_repository import Repository, Snapshot
+from hfdist.models.image_text import is_type_with_text
 
 _SMALL = (".json", ".txt", ".model", ".jinja", ".tiktoken")
 """Ends of names of configs, tokenizers, chat templates, and the index of the weights."""

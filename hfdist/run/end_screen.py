@@ -258,7 +258,9 @@ def _usage(end: Ending) -> list[str]:
 
 def _usage_with_image(folder: str) -> list[str]:
     """Give lines of Python that ask a model about an image."""
-    chat = '[{"role": "user", "content": [{"type": "image", "path": "IMAGE"}, {"type": "text", "text": "What is it?"}]}]'
+    chat = (
+        '[{"role": "user", "content": [{"type": "image", "path": "IMAGE"}, {"type": "text", "text": "What is it?"}]}]'
+    )
     how = 'add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt"'
     classes = "AutoModelForImageTextToText, AutoProcessor"
     return [

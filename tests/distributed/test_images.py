@@ -127,7 +127,7 @@ def test_parts_are_frozen_by_their_names(models, rows, tmp_path, cache_dir):
         assert torch.equal(value, before[name]) == ("vision" in name) or name.endswith("k_proj.bias"), name
 
 
-def test_a_layout_that_divides_the_model_is_refused_before_weights_are_read(models, rows, tmp_path, cache_dir, monkeypatch):
+def test_a_layout_that_divides_the_model_is_refused_before_weights(models, rows, tmp_path, cache_dir, monkeypatch):
     for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
     run = prepare_run(make_config(tmp_path, models("llava"), rows, "strategy=pipeline"))

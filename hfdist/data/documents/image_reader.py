@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 
-import numpy as np
 from PIL import Image
 
 from hfdist.config.data import BadRows, DataConfig
@@ -18,7 +17,7 @@ from hfdist.data.marks import are_images
 from hfdist.data.order.records import numbers_of
 from hfdist.data.packing.sequence import Sequence
 from hfdist.data.sources.base import ContentError
-from hfdist.data.sources.images import ImageFile, decode
+from hfdist.data.sources.images import decode
 from hfdist.data.tokenization.image_tokens import ImageTokens
 from hfdist.errors import DataError
 

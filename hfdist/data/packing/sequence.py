@@ -214,10 +214,7 @@ def bundle(sequences: Sequences[Sequence]) -> Bundle:
         _tokens(sequences),
         join([one.records for one in sequences]),
         [len(one.records) for one in sequences],
-        [
-            (one.lengths, one.blanks, tuple(one.next_place), *one[4:6], one.problems, one.images)
-            for one in sequences
-        ],
+        [(one.lengths, one.blanks, tuple(one.next_place), *one[4:6], one.problems, one.images) for one in sequences],
     )
 
 

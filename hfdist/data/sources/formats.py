@@ -266,9 +266,7 @@ def _content(content: object, where: str) -> tuple[str, list[object]]:
             texts.append(PLACE)
             images += [ref for ref in [part_of(part)] if ref is not None]
         else:
-            _refuse(
-                "a part is neither text nor an image", f"{where}.content", content, "parts of type text or image"
-            )
+            _refuse("a part is neither text nor an image", f"{where}.content", content, "parts of type text or image")
     return "".join(texts), images
 
 
@@ -364,7 +362,9 @@ class RowColumns(NamedTuple):
 FORMS: dict[RowFormat, RowColumns] = {
     RowFormat.messages: RowColumns(("messages",), ("tools", *IMAGE_COLUMNS), _from_messages),
     RowFormat.sharegpt: RowColumns(("conversations",), ("system", "tools", *IMAGE_COLUMNS), _from_sharegpt),
-    RowFormat.alpaca: RowColumns(("instruction", "output"), ("input", "system", "history", *IMAGE_COLUMNS), _from_alpaca),
+    RowFormat.alpaca: RowColumns(
+        ("instruction", "output"), ("input", "system", "history", *IMAGE_COLUMNS), _from_alpaca
+    ),
     RowFormat.prompt_completion: RowColumns(("prompt", "completion"), ("tools", *IMAGE_COLUMNS), _from_prompt),
 }
 """Formats in the order in which `auto` tries them; plain text comes last."""

@@ -120,7 +120,16 @@ def decode(file: ImageFile) -> Image.Image:
             image.load()
             upright = ImageOps.exif_transpose(image).convert("RGB")
     # Whatever a decoder raises on bytes of somebody else's: it has many kinds of errors.
-    except (OSError, ValueError, SyntaxError, EOFError, IndexError, TypeError, ZeroDivisionError, OverflowError) as error:
+    except (
+        OSError,
+        ValueError,
+        SyntaxError,
+        EOFError,
+        IndexError,
+        TypeError,
+        ZeroDivisionError,
+        OverflowError,
+    ) as error:
         raise ContentError(f"the image is damaged: {' '.join(str(error).split())[:200]}", found=where) from error
     if upright.size != file.size:
         raise ContentError("the image has another size than at first", found=where or f"{upright.size}")

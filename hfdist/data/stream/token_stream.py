@@ -26,6 +26,7 @@ from hfdist.config.data import DataConfig, Packing, TooLong, cache_dir
 from hfdist.data.cache import digest_of, write_once
 from hfdist.data.documents.corpus import Corpus
 from hfdist.data.documents.first_examples import explain_no_targets
+from hfdist.data.documents.image_reader import ImageReader
 from hfdist.data.documents.token_reader import Documents, open_token_cache
 from hfdist.data.order.cursor import Cursor
 from hfdist.data.order.lane_state import Columns, LaneState, Progress
@@ -44,7 +45,6 @@ from hfdist.data.packing.sequence import (
     unbundle,
 )
 from hfdist.data.packing.windows import RULE
-from hfdist.data.documents.image_reader import ImageReader
 from hfdist.data.stream.lane import LanePlan, Packed, open_lanes
 from hfdist.data.stream.ledger import Ledger
 from hfdist.data.stream.worker_deaths import WorkerRegistry

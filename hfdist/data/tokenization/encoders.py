@@ -59,9 +59,7 @@ class Encoders:
         """What images become; None: rows have none."""
 
     @classmethod
-    def of(
-        cls, tokenizer: PreTrainedTokenizerBase, data: DataConfig, images: ImageTokens | None = None
-    ) -> Encoders:
+    def of(cls, tokenizer: PreTrainedTokenizerBase, data: DataConfig, images: ImageTokens | None = None) -> Encoders:
         """Make those of a run's data."""
         return cls(tokenizer, data.chat, data.texts, images)
 

@@ -28,8 +28,8 @@ from hfdist.data.tokenization.image_tokens import ImageTokens
 from hfdist.errors import ConfigError, DataError, printable
 from hfdist.host_cores import usable_cores
 from hfdist.models.tokenizer import load_tokenizer
-from hfdist.run.images import images_of_past_run
 from hfdist.records import RunFolder
+from hfdist.run.images import images_of_past_run
 from hfdist.run.logs import set_up_logging
 from hfdist.secrets import mask_secrets
 from hfdist.topology import Topology
