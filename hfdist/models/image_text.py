@@ -110,7 +110,8 @@ def reads_images(model: nn.Module) -> bool:
 
 def from_the_end(model: nn.Module, name: str) -> str:
     """Give a name whose numbers in lists of modules count from the end, as they stand in a model of another depth."""
-    parts, module = name.split("."), model
+    parts: list[str] = name.split(".")
+    module: Any = model
     for place, part in enumerate(parts):
         length = len(module) if isinstance(module, nn.ModuleList) else 0
         module = getattr(module, part, None)
@@ -138,7 +139,8 @@ def find_unreached(architecture: PreTrainedConfig, batch: Mapping[str, torch.Ten
             config = shrink(architecture, vocab_size=architecture.get_text_config().vocab_size)
             config._attn_implementation = "eager"
             # By its constructor: `from_config` would partition it under ZeRO-3.
-            small: Any = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)](config).float()
+            made: Any = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)]
+            small = made(config).float()
             with torch.no_grad():
                 for parameter in small.parameters():
                     # Some begin as zeros, by which nothing would reach what stands before them.

@@ -8,7 +8,9 @@ from typing import Any
 
 import transformers
 from transformers import AutoImageProcessor, PreTrainedConfig, PreTrainedTokenizerBase, ProcessorMixin
-from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
+from transformers.models.auto.processing_auto import (
+    PROCESSOR_MAPPING_NAMES,  # type: ignore[attr-defined]  # defined there under another module's names
+)
 
 from hfdist.apart import do_apart
 from hfdist.config.model import ModelConfig
@@ -66,7 +68,7 @@ def _load(folder: Path, name: str, tokenizer: PreTrainedTokenizerBase) -> Proces
         parts = {"image_processor": images, "tokenizer": tokenizer}
         own = {key: value for key, value in values.items() if key not in _PARTS}
         given = [parts.get(part) for part in made.get_attributes()]
-        processor: Any = made.from_args_and_dict(given, own)
+        processor: ProcessorMixin = made.from_args_and_dict(given, own)
     except (HfdistError, MemoryError):
         raise
     except Exception as error:  # whatever a class raises on the files of somebody else
@@ -75,7 +77,7 @@ def _load(folder: Path, name: str, tokenizer: PreTrainedTokenizerBase) -> Proces
         raise ConfigError(what, where="model.name", found=f"{folder}, {name}", hint=hint) from error
     if processor.chat_template is not None:
         tokenizer.chat_template = processor.chat_template
-    return processor  # type: ignore[no-any-return]
+    return processor
 
 
 def without_video(made: type[ProcessorMixin]) -> type[ProcessorMixin]:

@@ -43,8 +43,14 @@ class TrainableParameters:
     def of(cls, config: RunConfig, *, unreached: frozenset[str] = frozenset()) -> TrainableParameters:
         """Take the keys out of a config."""
         freeze, train_only = tuple(config.train.freeze), tuple(config.train.train_only)
-        own = {"base": config.model, "adapter": config.adapter, "freeze": freeze, "train_only": train_only}
-        return cls(**own, reads_images=config.data.images.used, unreached=unreached)
+        return cls(
+            base=config.model,
+            adapter=config.adapter,
+            freeze=freeze,
+            train_only=train_only,
+            reads_images=config.data.images.used,
+            unreached=unreached,
+        )
 
     @property
     def reads_weights(self) -> bool:

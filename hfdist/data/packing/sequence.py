@@ -221,12 +221,13 @@ def bundle(sequences: Sequences[Sequence]) -> Bundle:
 def unbundle(given: Bundle) -> Iterator[Sequence]:
     """Give the sequences of a bundle."""
     token, record = 0, 0
-    for num_records, (lengths, blanks, place, num_tokens, num_documents, *more) in zip(
+    for num_records, (lengths, blanks, place, num_tokens, num_documents, problems, images) in zip(
         given.num_records, given.others, strict=True
     ):
         stop, last = token + sum(lengths), record + num_records
         parts, records = [given.tokens[token:stop]], given.records[record:last]
-        yield Sequence(parts, lengths, blanks, Place._make(place), num_tokens, num_documents, records, *more)
+        own = parts, lengths, blanks, Place._make(place), num_tokens, num_documents, records
+        yield Sequence(*own, problems, images)
         token, record = stop, last
 
 

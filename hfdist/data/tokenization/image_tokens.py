@@ -37,12 +37,13 @@ class ImageTokens:
     """
 
     def __init__(self, processor: ProcessorMixin) -> None:
-        self._processor: Any = processor
+        own: Any = processor
+        self._processor = own
         self._expansion = lru_cache(_KNOWN_SIZES)(self._expand)
         try:
-            self.token = str(self._processor.image_token)
+            self.token = str(own.image_token)
             """What the chat template writes for an image."""
-            self.ids = np.array([number for number in self._processor.image_token_ids if number is not None])
+            self.ids = np.array([number for number in own.image_token_ids if number is not None])
             """Tokens that stand for features in the text of an image."""
             self.expansion((32, 32))
         except (AttributeError, KeyError, TypeError, NotImplementedError, ValueError, IndexError) as error:
@@ -76,7 +77,7 @@ class ImageTokens:
     """Names of what a batch has for each token."""
 
     def row(
-        self, ids: NDArray[np.int64], are_features: NDArray[np.bool_], labels: NDArray[np.int64]
+        self, ids: NDArray[np.integer], are_features: NDArray[np.bool_], labels: NDArray[np.integer]
     ) -> dict[str, torch.Tensor]:
         """Give what a forward takes of the tokens of a row; all are of shape [tokens], int64."""
         made = {"input_ids": torch.from_numpy(ids), "labels": torch.from_numpy(labels)}
@@ -102,7 +103,9 @@ class ImageTokens:
         tokens, inputs = self.none
         ids = np.array([*tokens, 0, 1, 2, 3], dtype=np.int64)
         row = self.row(ids, np.isin(ids, self.ids), ids.copy())
-        return {name: values[None] for name, values in row.items()} | stack_inputs([inputs])
+        return {name: values[None] for name, values in row.items()} | {
+            name: torch.from_numpy(values) for name, values in inputs.items()
+        }
 
     @cached_property
     def digest(self) -> str:
@@ -118,10 +121,10 @@ class ImageTokens:
         return made
 
 
-def stack_inputs(rows: Sequence[Inputs]) -> dict[str, torch.Tensor]:
+def stack_inputs(rows: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     """Put the tensors of rows one after the other; axes of other lengths are filled up with zeros at their ends."""
     names = dict.fromkeys(name for row in rows for name in row)
-    return {name: _stack([row[name] for row in rows if name in row]) for name in names}
+    return {name: _stack([row[name].numpy() for row in rows if name in row]) for name in names}
 
 
 def _stack(arrays: Sequence[NDArray[Any]]) -> torch.Tensor:
