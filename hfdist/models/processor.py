@@ -8,9 +8,7 @@ from typing import Any
 
 import transformers
 from transformers import AutoImageProcessor, PreTrainedConfig, PreTrainedTokenizerBase, ProcessorMixin
-from transformers.models.auto.processing_auto import (
-    PROCESSOR_MAPPING_NAMES,  # type: ignore[attr-defined]  # defined there under another module's names
-)
+from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES  # type: ignore[attr-defined]  # no __all__
 
 from hfdist.apart import do_apart
 from hfdist.config.model import ModelConfig
