@@ -76,12 +76,13 @@ class RowFormat(Enum):
 
 NEGATIVES = ("negative", *(f"negative_{number}" for number in range(1, 17)), "negatives", "neg")
 """Columns of texts, or of lists of them, that do not belong to a query, in their order."""
+_IMAGES = ("images", "image")
 _TOLD_APART = {
     RowFormat.text: ("text",),
-    RowFormat.messages: ("messages", "tools"),
-    RowFormat.sharegpt: ("conversations", "system", "tools"),
-    RowFormat.alpaca: ("instruction", "output", "input", "system", "history"),
-    RowFormat.prompt_completion: ("prompt", "completion", "tools"),
+    RowFormat.messages: ("messages", "tools", *_IMAGES),
+    RowFormat.sharegpt: ("conversations", "system", "tools", *_IMAGES),
+    RowFormat.alpaca: ("instruction", "output", "input", "system", "history", *_IMAGES),
+    RowFormat.prompt_completion: ("prompt", "completion", "tools", *_IMAGES),
 }
 COLUMNS = _TOLD_APART | {
     RowFormat.auto: tuple(dict.fromkeys(name for names in _TOLD_APART.values() for name in names)),
@@ -287,6 +288,18 @@ class PairsConfig:
 
 
 @dataclass(kw_only=True)
+class ImagesConfig:
+    """Images of rows, for models of image and text."""
+
+    used: bool | None = None
+    """Whether rows have images; null: whether one of the first rows has. Without, what reads images is frozen."""
+    max_bytes: int = limited(32 * 2**20, at_least=1)
+    """Bytes of an image above which its row is bad."""
+    max_pixels: int = limited(64_000_000, at_least=1)
+    """Pixels of an image above which its row is bad; nothing of it is decoded."""
+
+
+@dataclass(kw_only=True)
 class DataConfig:
     """The token stream."""
 
@@ -323,6 +336,8 @@ class DataConfig:
     """What the labels of `labelled` and `tagged` rows are."""
     pairs: PairsConfig = field(default_factory=PairsConfig)
     """How the texts of `source_target` rows become tokens."""
+    images: ImagesConfig = field(default_factory=ImagesConfig)
+    """Images of rows, for models of image and text."""
     seed: int = limited(0, at_least=0)
     """Seed of the order of the documents."""
     lanes: int = limited(48, at_least=1)

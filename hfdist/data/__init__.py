@@ -7,8 +7,16 @@ from hfdist.data.documents.first_examples import (
     are_judged_alike,
     are_silent,
     find_source_without_prompts,
+    have_images,
 )
-from hfdist.data.documents.held_out import HeldOut, HeldOutSources, build_held_out, open_held_out_sources
+from hfdist.data.documents.held_out import (
+    HeldOut,
+    HeldOutImages,
+    HeldOutSet,
+    HeldOutSources,
+    build_held_out,
+    open_held_out_sources,
+)
 from hfdist.data.order.cursor import Cursor
 from hfdist.data.stream.ledger import Ledger
 from hfdist.data.stream.token_stream import PoolReport, TokenStream, count_steps, count_trained, describe_losses, report
@@ -17,6 +25,8 @@ __all__ = [
     "Corpus",
     "Cursor",
     "HeldOut",
+    "HeldOutImages",
+    "HeldOutSet",
     "HeldOutSources",
     "Ledger",
     "PoolReport",
@@ -30,6 +40,7 @@ __all__ = [
     "count_trained",
     "describe_losses",
     "find_source_without_prompts",
+    "have_images",
     "open_corpus",
     "open_held_out_sources",
     "report",

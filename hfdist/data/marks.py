@@ -8,6 +8,7 @@ token               id, a target
 ~id                 context
 ~(id | REJECTED)    a target of a rejected answer
 ~(id | BEGINS)      context, and the first token of another document of the same example
+~(id | IMAGE)       context, whose embedding is a feature of an image
 """
 
 from __future__ import annotations
@@ -18,8 +19,8 @@ from numpy.typing import NDArray
 
 from hfdist.config.batch import IGNORED
 
-REJECTED, BEGINS = 1 << 29, 1 << 30
-_ID = REJECTED - 1
+IMAGE, REJECTED, BEGINS = 1 << 28, 1 << 29, 1 << 30
+_ID = IMAGE - 1
 
 _FIRST_REJECTED = IGNORED - 1
 """The label of token 0 as a target of a rejected answer; token n has n less."""
@@ -51,6 +52,13 @@ def are_targets(tokens: NDArray[np.integer]) -> NDArray[np.bool_]:
     if tokens.dtype.kind == "u":
         return np.ones(len(tokens), dtype=bool)
     return (tokens >= 0) | ((~tokens & REJECTED) != 0)
+
+
+def are_images(tokens: NDArray[np.integer]) -> NDArray[np.bool_]:
+    """Which tokens stand for features of images."""
+    if tokens.dtype.kind == "u":
+        return np.zeros(len(tokens), dtype=bool)
+    return (tokens < 0) & ((~tokens & IMAGE) != 0)
 
 
 def begin(tokens: NDArray[np.integer]) -> NDArray[np.intp]:

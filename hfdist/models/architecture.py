@@ -24,7 +24,7 @@ from hfdist.config.task import Head
 from hfdist.errors import ConfigError, HfdistError, first_line, nearest
 from hfdist.models.build import make_without_values
 from hfdist.models.cache_use import set_use_cache
-from hfdist.models.heads import HEADS
+from hfdist.models.heads import HEADS, is_type
 from hfdist.models.hub_client import reading_from_hub
 
 _LARGE_CONFIG = 1 << 20
@@ -46,7 +46,7 @@ def find_architecture(config: ModelConfig, *, sequence_length: int, head: Head =
         _try(config, head)
     architecture = _named(config) if config.name is not None else _of_type(config, head)
     own = HEADS[head]
-    if architecture.model_type not in own.by_type and not config.trust_remote_code:
+    if not is_type(head, architecture.model_type) and not config.trust_remote_code:
         raise ConfigError(
             f"transformers has no {own.kind} of this type",
             where="model.name" if config.name else "model.type",
@@ -103,7 +103,7 @@ def _try(config: ModelConfig, head: Head) -> None:
 
     def make() -> None:
         architecture = _named(config)
-        if architecture.model_type in HEADS[head].by_type:
+        if is_type(head, architecture.model_type):
             with torch.device("meta"):
                 make_without_values(config, architecture, head=head)
 
@@ -129,7 +129,7 @@ def _named(config: ModelConfig) -> PreTrainedConfig:
 def _of_type(config: ModelConfig, head: Head) -> PreTrainedConfig:
     """A new config of one of transformers' types."""
     kind, own = config.type or "", HEADS[head]
-    if kind not in own.by_type:
+    if not is_type(head, kind):
         raise ConfigError(
             f"transformers knows no {own.kind} of this type",
             where="model.type",

@@ -16,7 +16,7 @@ from hfdist.config.model import Dtype, Init, ModelConfig
 from hfdist.config.task import Head
 from hfdist.errors import ConfigError, HfdistError, ResourceError, first_line
 from hfdist.models.adapter_parts import describe_parts
-from hfdist.models.heads import HEADS
+from hfdist.models.heads import head_class
 from hfdist.models.hub_client import reading_from_hub
 from hfdist.models.initialize import initialize_by_name
 from hfdist.models.names.hub_names import find_hub_names
@@ -83,7 +83,7 @@ def check_weights(
     _check_not_quantized(architecture)
     assert config.name is not None  # checked with the config
     how = {"config": copy.deepcopy(architecture), "dtype": "auto", **_safely(config)}
-    names = read_names(HEADS[head].auto, config.name, where="model.name", head=head, **how)
+    names = read_names(head_class(head, architecture).auto, config.name, where="model.name", head=head, **how)
     _check_names(names, config, trained)
 
 
@@ -112,7 +112,7 @@ def make_without_values(
     """
     try:
         with no_init_weights():
-            model: PreTrainedModel = HEADS[head].auto.from_config(
+            model: PreTrainedModel = head_class(head, architecture).auto.from_config(
                 architecture, dtype=_dtype(config.dtype), trust_remote_code=config.trust_remote_code
             )
     except (HfdistError, MemoryError):
@@ -164,7 +164,7 @@ def _read(
     assert config.name is not None  # checked with the config
     dtype, is_partitioned = _dtype(config.dtype), layout.partitions_in_constructor
     with reading_from_hub("model.name", config.name), _naming_memory(config.name), without_report():
-        model, about = HEADS[head].auto.from_pretrained(
+        model, about = head_class(head, architecture).auto.from_pretrained(
             config.name,
             output_loading_info=True,
             config=architecture,

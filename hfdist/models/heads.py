@@ -9,14 +9,18 @@ from typing import Any, NamedTuple
 from transformers import (
     AutoModel,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
     AutoModelForMaskedLM,
     AutoModelForSeq2SeqLM,
     AutoModelForSequenceClassification,
     AutoModelForTokenClassification,
+    PreTrainedConfig,
 )
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
     MODEL_FOR_MASKED_LM_MAPPING,
     MODEL_FOR_MASKED_LM_MAPPING_NAMES,
     MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING,
@@ -30,6 +34,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from hfdist.config.task import Head
+from hfdist.models.image_text import may_read_images
 
 
 class HeadClass(NamedTuple):
@@ -85,3 +90,21 @@ HEADS: Mapping[Head, HeadClass] = MappingProxyType(
         Head.none: HeadClass(AutoModel, MODEL_MAPPING, MODEL_MAPPING_NAMES, "model"),
     }
 )
+IMAGE_TEXT = HeadClass(
+    AutoModelForImageTextToText,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    "model of image and text",
+    "llava, qwen2_5_vl, gemma3",
+)
+"""They end as `Head.tokens`."""
+
+
+def head_class(head: Head, architecture: PreTrainedConfig) -> HeadClass:
+    """Give the classes of models of a config that end so."""
+    return IMAGE_TEXT if head is Head.tokens and may_read_images(architecture) else HEADS[head]
+
+
+def is_type(head: Head, kind: object) -> bool:
+    """Whether transformers has a model of this type that ends so; one that writes text may read images, too."""
+    return kind in HEADS[head].by_type or (head is Head.tokens and kind in IMAGE_TEXT.by_type)

@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from hfdist.models.adapter import inject_adapter
 from hfdist.models.cache_use import without_cache
 from hfdist.models.embeddings import has_token_loss, scores_sequences
+from hfdist.models.image_text import reads_images
 from hfdist.models.shrink import shrink
 
 
@@ -132,6 +133,9 @@ def unused_parameters(model: PreTrainedModel) -> frozenset[str] | None:
     Returns:
         The kinds of names (`kind_of_name`) of which no gradient reaches some parameter; None: it cannot be tried.
     """
+    if reads_images(model):
+        # The same is trained in each step, and what is never reached is frozen.
+        return frozenset()
     with torch.random.fork_rng(devices=[]):
         try:
             small = small_with_adapters(model)

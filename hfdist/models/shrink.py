@@ -247,6 +247,9 @@ class _Rules:
             return value % self.vocab_size if value >= 0 else value
         if re.fullmatch(VOCABULARIES, name):
             return min(value, self.vocab_size)
+        if name == "window_size" and isinstance(self.fields.get("patch_size"), int):
+            # Of a tower, in pixels: a window has some patches.
+            return min(value, 4 * int(self.fields["patch_size"]))
         if name == "original_max_position_embeddings":
             # In proportion to the limit: some models tell from it whether to scale.
             positions = max(self.fields.get("max_position_embeddings", value), POSITIONS)

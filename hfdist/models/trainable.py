@@ -6,9 +6,10 @@ import fnmatch
 import logging
 import re
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import cast
 
 from torch import nn
 from transformers import PreTrainedModel
@@ -17,6 +18,7 @@ from hfdist.config.model import AdapterConfig, ModelConfig
 from hfdist.config.run import RunConfig
 from hfdist.errors import ConfigError, nearest
 from hfdist.models.adapter import add_adapter
+from hfdist.models.image_text import may_read_images, names_of_parts, read_images, read_text_alone
 from hfdist.models.partitioning import Partitioning
 from hfdist.models.peft_config import reads_weights
 
@@ -32,12 +34,23 @@ class TrainableParameters:
     adapter: AdapterConfig = field(default_factory=AdapterConfig)
     freeze: tuple[str, ...] = ()
     train_only: tuple[str, ...] = ()
+    reads_images: bool | None = None
+    """Whether a model of image and text reads images in this run; None: it is none, or nobody knows."""
+    unreached: frozenset[str] = frozenset()
+    """What images never reach, of `find_unreached`."""
 
     @classmethod
-    def of(cls, config: RunConfig) -> TrainableParameters:
+    def of(cls, config: RunConfig, *, unreached: frozenset[str] = frozenset()) -> TrainableParameters:
         """Take the keys out of a config."""
         freeze, train_only = tuple(config.train.freeze), tuple(config.train.train_only)
-        return cls(base=config.model, adapter=config.adapter, freeze=freeze, train_only=train_only)
+        return cls(
+            base=config.model,
+            adapter=config.adapter,
+            freeze=freeze,
+            train_only=train_only,
+            reads_images=config.data.images.used,
+            unreached=unreached,
+        )
 
     @property
     def reads_weights(self) -> bool:
@@ -58,6 +71,12 @@ class TrainableParameters:
         if self.adapter.is_used:
             add_adapter(model, self.adapter, self.base, seed=seed, layout=layout)
         freeze_by_name(model, freeze=self.freeze, train_only=self.train_only)
+        if self.reads_images is not None and may_read_images(model.config):
+            if self.reads_images:
+                read_images(model, unreached=self.unreached)
+            else:
+                read_text_alone(model)
+            _check_some_left(model, self)
 
     @contextmanager
     def kept_in_float32(self, model: nn.Module) -> Iterator[None]:
@@ -75,7 +94,7 @@ def freeze_by_name(model: nn.Module, *, freeze: Sequence[str], train_only: Seque
 
     Args:
         model: whole or partitioned.
-        freeze: shell-style patterns of whole names; `*` also stands for dots.
+        freeze: shell-style patterns of whole names, `*` also stands for dots; or parts of a model of image and text.
         train_only: likewise; empty: all.
 
     Raises:
@@ -84,8 +103,10 @@ def freeze_by_name(model: nn.Module, *, freeze: Sequence[str], train_only: Seque
     names: dict[nn.Parameter, list[str]] = defaultdict(list)
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names[parameter].append(name)
-    chosen = _matches(names, train_only, "train.train_only")
-    frozen = _matches(names, freeze, "train.freeze")
+    is_in_parts = isinstance(model, PreTrainedModel) and may_read_images(model.config)
+    parts = names_of_parts(cast(PreTrainedModel, model)) if is_in_parts and (freeze or train_only) else {}
+    chosen = _matches(names, train_only, "train.train_only", parts)
+    frozen = _matches(names, freeze, "train.freeze", parts)
     for parameter in names:
         if parameter in frozen or (train_only and parameter not in chosen):
             parameter.requires_grad_(False)
@@ -98,9 +119,23 @@ def freeze_by_name(model: nn.Module, *, freeze: Sequence[str], train_only: Seque
         )
 
 
-def _matches(names: dict[nn.Parameter, list[str]], patterns: Sequence[str], key: str) -> dict[nn.Parameter, list[str]]:
+def _check_some_left(model: nn.Module, trained: TrainableParameters) -> None:
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise ConfigError(
+            "nothing is left to train: the data have no images, and only what images reach was to be trained",
+            where="train.freeze, train.train_only",
+            found=f"freeze={list(trained.freeze)}, train_only={list(trained.train_only)}",
+            hint="rows with images, or train.train_only=[language]",
+        )
+
+
+def _matches(
+    names: dict[nn.Parameter, list[str]], patterns: Sequence[str], key: str, parts: Mapping[str, list[str]]
+) -> dict[nn.Parameter, list[str]]:
     """Parameters of which any name matches. A tied one has several, and is one thing under all of them."""
     found: dict[nn.Parameter, list[str]] = {}
+    # A part is what it has.
+    patterns = [name for pattern in patterns for name in parts.get(pattern) or [pattern]]
     for pattern in patterns:
         matching = {p: own for p, own in names.items() if fnmatch.filter(own, pattern)}
         if not matching:

@@ -14,8 +14,11 @@ from hfdist.config.run import RunConfig
 from hfdist.config.task import Head
 from hfdist.control_group import ControlGroup
 from hfdist.models import TrainableParameters, build_model, check_weights, fit_vocabulary
+from hfdist.models.attention_choice import choose_attention
+from hfdist.models.image_text import find_unreached
 from hfdist.models.label_names import set_labels
 from hfdist.models.peft_config import check_adapter
+from hfdist.models.processor import list_processor_files
 from hfdist.open_files import raise_limit
 from hfdist.optim.registry import check_optimizer
 from hfdist.processes.startup import reporting
@@ -94,10 +97,15 @@ class Run(RunState):
                 model's vocabulary, or without a token that the task needs; a teacher with another one; a chat template
                 that cannot write episodes; rows without prompts where prompts are answered.
         """
-        self.data = build_data(self._here, self.topology)
+        self.data = build_data(self._here, self.topology, self.architecture)
         if self._head.gives_labels:
             set_labels(self.architecture, self.config.data.labels)
         check_special_tokens(self.config, self.data.tokenizer)
+        if self.data.images is not None:
+            self.data.stream.needs_image = self.strategy.calls_alike and self.topology.data > 1
+            # Rows stay apart, so no attention is told of packed ones.
+            self.architecture._attn_implementation = None
+            self.why_together = choose_attention(self._here, self.architecture, device_type_here())
         fit_vocabulary(self.architecture, self.data.tokenizer, self._here.model)
         if (task := self.config.task).teacher is not None:
             length = self.config.data.sequence_length
@@ -129,7 +137,7 @@ class Run(RunState):
         # Before the process group exists: in it, the other ranks would wait for the download.
         self._fetch_weights()
         check_weights(self._here.model, self.architecture, TrainableParameters.of(self.config), head=self._head)
-        max_steps = count_max_steps(self._here, self.data.corpus, self.data.tokenizer)
+        max_steps = count_max_steps(self._here, self.data.corpus, self.data.tokenizer, self.data.images)
         self.arguments = build_arguments(replace(self.config, train=self._train), self.strategy, max_steps=max_steps)
         # Now, as all ranks are here.
         self.patient = ControlGroup(_LONGEST_WAIT) if world_size() > 1 else None
@@ -142,9 +150,16 @@ class Run(RunState):
             self.architecture,
             seed=self.config.train.seed,
             layout=self.strategy,
-            trained=TrainableParameters.of(self.config),
+            trained=TrainableParameters.of(self.config, unreached=self._find_unreached()),
             head=self._head,
         )
+
+    def _find_unreached(self) -> frozenset[str]:
+        """Name what images never reach in the model."""
+        if (images := self.data.images) is None:
+            return frozenset()
+        with self.strategy.without_partitioning(self.arguments):
+            return find_unreached(self.architecture, images.example())
 
     @reporting("building the Trainer")
     def build_trainer(self) -> None:
@@ -166,10 +181,10 @@ class Run(RunState):
             train_dataset=data.stream,
             eval_dataset=data.held_out,
             processing_class=data.tokenizer,
-            data_collator=default_data_collator,
+            data_collator=default_data_collator if data.images is None else data.stream.stack_rows,
             callbacks=callbacks,
             optimizer_cls_and_kwargs=own_optimizer(config, warmup_steps=int(arguments.warmup_steps)),
-            options=make_options(self),
+            options=make_options(self, list_processor_files(self._here.model)),
         )
         save_memory(config, model)
         self._join(Joins.built)

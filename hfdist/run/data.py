@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from hfdist.config.checks.optimizer import check_schedule
 from hfdist.config.data import BadRows, RowFormat, cache_dir
@@ -15,7 +15,7 @@ from hfdist.config.islands import IslandMethod
 from hfdist.config.run import RunConfig
 from hfdist.data import (
     Corpus,
-    HeldOut,
+    HeldOutSet,
     HeldOutSources,
     Ledger,
     TokenStream,
@@ -27,10 +27,12 @@ from hfdist.data import (
 from hfdist.data.documents.labels import find_labels
 from hfdist.data.tokenization.chat_template import adopt_template
 from hfdist.data.tokenization.encoders import Encoders
+from hfdist.data.tokenization.image_tokens import ImageTokens
 from hfdist.data.tokenization.pair_encoder import adopt_languages
 from hfdist.environments.registry import load_environment
 from hfdist.errors import ConfigError
 from hfdist.models.tokenizer import load_tokenizer
+from hfdist.run.images import check_images, find_images
 from hfdist.topology import Topology
 from hfdist.units import count
 
@@ -42,7 +44,9 @@ class RunData:
     corpus: Corpus
     tokenizer: PreTrainedTokenizerBase
     stream: TokenStream
-    held_out: HeldOut | HeldOutSources | None
+    held_out: HeldOutSet | HeldOutSources | None
+    images: ImageTokens | None = None
+    """What images of rows become; None: rows have none."""
 
     def describe(self, unit: str) -> str:
         """Give the line on the data that a run starts with; `unit` is what a row is called."""
@@ -60,18 +64,21 @@ def make_cache(config: RunConfig) -> Path:
     return folder
 
 
-def build_data(config: RunConfig, topology: Topology) -> RunData:
-    """Open what `config` names, for the data rank of `topology`.
+def build_data(config: RunConfig, topology: Topology, architecture: PreTrainedConfig) -> RunData:
+    """Open what `config` names, for the data rank of `topology`; rows with images change `config.data`.
 
     Raises:
-        ConfigError, DataError: sources that are missing, unreadable or too small.
+        ConfigError, DataError: sources that are missing, unreadable or too small; images that the model or the layout
+            does not take.
     """
     folder = make_cache(config)
+    check_images(config, architecture)
     with writing("data.cache_dir", folder):
         corpus = open_corpus(config.data)
         tokenizer = load_tokenizer(
             config.model, corpus_id=corpus.fingerprint, texts=corpus.training_texts, cache_dir=folder
         )
+        images = find_images(config, corpus, architecture, tokenizer)
         adopt_template(tokenizer, config.data.chat)
         adopt_languages(tokenizer, config.data.pairs)
         if config.task.environment is not None and not config.data.chat.tools:
@@ -80,14 +87,16 @@ def build_data(config: RunConfig, topology: Topology) -> RunData:
         if config.data.format in (RowFormat.labelled, RowFormat.tagged):
             # As above: numbers of labels come of it.
             config.data.labels = find_labels(corpus, config.data)
-        Encoders.of(tokenizer, config.data).check(
+        Encoders.of(tokenizer, config.data, images).check(
             shard for source in corpus.sources.values() if source.gives_examples for shard in source
         )
         one_each = config.task.name.traits.has_one_each
         if config.data.eval_sources:
-            held_out: HeldOut | HeldOutSources | None = open_held_out_sources(tokenizer, config.data, one_each=one_each)
+            held_out: HeldOutSet | HeldOutSources | None = open_held_out_sources(
+                tokenizer, config.data, images, one_each=one_each
+            )
         else:
-            held_out = build_held_out(corpus, tokenizer, config.data, one_each=one_each)
+            held_out = build_held_out(corpus, tokenizer, config.data, images, one_each=one_each)
     islands = config.islands
     data_rank, data_size, run = topology.data_rank, topology.data, (islands.index, islands.shares)
     if islands.method is IslandMethod.parameter_server:
@@ -101,16 +110,19 @@ def build_data(config: RunConfig, topology: Topology) -> RunData:
         data_size=data_size,
         global_batch_size=islands.shares * config.train.global_batch_size,
         run=run,
+        images=images,
     )
     stream.tells_pieces = config.task.name.traits.draws
     stream.may_begin_anew = config.checkpoint.allow_changes
     if topology.is_first_of_replica:
         # All ranks of a model replica read the same data: only one of them writes the ledger.
         stream.ledger = Ledger(config.run.folder.ledger, corpus, config.data.on_bad_rows)
-    return RunData(corpus, tokenizer, stream, held_out)
+    return RunData(corpus, tokenizer, stream, held_out, images)
 
 
-def count_max_steps(config: RunConfig, corpus: Corpus, tokenizer: PreTrainedTokenizerBase) -> int:
+def count_max_steps(
+    config: RunConfig, corpus: Corpus, tokenizer: PreTrainedTokenizerBase, images: ImageTokens | None = None
+) -> int:
     """Give the number of steps: the lower of `train.max_steps` and what `train.epochs` takes; either may be null."""
     train = config.train
     if train.epochs is None:
@@ -122,7 +134,14 @@ def count_max_steps(config: RunConfig, corpus: Corpus, tokenizer: PreTrainedToke
         # Bad ones have no tokens, and only the run itself stops at those that are not named.
         data = replace(data, quarantine=[], on_bad_rows=BadRows.skip)
         corpus = open_corpus(data)
-    max_steps = count_steps(corpus, tokenizer, data, global_batch_size=train.global_batch_size, at_most=train.max_steps)
+    max_steps = count_steps(
+        corpus,
+        tokenizer,
+        data,
+        global_batch_size=train.global_batch_size,
+        at_most=train.max_steps,
+        images=images,
+    )
     check_schedule(config, max_steps)
     return max_steps
 

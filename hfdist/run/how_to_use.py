@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from hfdist.config.task import Head, TaskName
-from hfdist.models.heads import HEADS
+from hfdist.models.heads import HEADS, IMAGE_TEXT
 from hfdist.run.ending import Ending
 
 _PROMPT = "Once upon a time"
@@ -21,7 +21,9 @@ def describe_use(end: Ending) -> list[str]:
         return _fill(folder)
     if end.config.task.name is TaskName.rerank and not end.config.adapter.is_used:
         return _rank(folder)
-    name = HEADS[head].auto.__name__
+    if end.config.data.images.used:
+        return _ask_about_image(folder)
+    name = (HEADS[head] if end.model_type in HEADS[head].by_type else IMAGE_TEXT).auto.__name__
     imports = [f"from transformers import {name}, AutoTokenizer"]
     if end.config.adapter.is_used and not (end.folder / "config.json").is_file():
         name = name.replace("AutoModel", "AutoPeftModel")
@@ -52,6 +54,20 @@ def _fill(folder: str) -> list[str]:
         "from transformers import pipeline",
         f'fill = pipeline("fill-mask", model={folder})',
         'print(fill(f"The capital of France is {fill.tokenizer.mask_token}."))',
+    ]
+
+
+def _ask_about_image(folder: str) -> list[str]:
+    chat = (
+        '[{"role": "user", "content": [{"type": "image", "path": "IMAGE"}, {"type": "text", "text": "What is it?"}]}]'
+    )
+    how = 'add_generation_prompt=True, tokenize=True, return_dict=True, return_tensors="pt"'
+    classes = "AutoModelForImageTextToText, AutoProcessor"
+    return [
+        f"from transformers import {classes}",
+        f"model, processor = (auto.from_pretrained({folder}) for auto in ({classes}))",
+        f"inputs = processor.apply_chat_template({chat}, {how})",
+        "print(processor.decode(model.generate(**inputs, max_new_tokens=50, do_sample=False)[0]))",
     ]
 
 

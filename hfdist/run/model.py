@@ -87,11 +87,11 @@ def check_packing(model: PreTrainedModel, packing: Packing, strategy: Strategy, 
     Raises:
         ConfigError: the model counts positions otherwise than packed documents have them.
     """
-    if takes_texts_apart(model, head):
+    if packing is Packing.none or takes_texts_apart(model, head):
         return
     if not strategy.partitions_in_constructor and (why := why_documents_mix(model)) is not None:
         logger.warning("%s", why)
-    if packing is not Packing.none and not counts_from_zero(model):
+    if not counts_from_zero(model):
         what = "packed documents have positions from 0, and this model counts otherwise in one document"
         found = f"{packing.value}, with {type(model).__name__}"
         hint = "data.packing=none"

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 
 from hfdist.checkpoint import Keep
 from hfdist.config.composition.compose import to_values
@@ -13,6 +16,7 @@ from hfdist.config.train import TrainConfig
 from hfdist.islands.parameter_client import GradientRecorder
 from hfdist.islands.parameter_store import find_slots
 from hfdist.models.loss import choose_loss
+from hfdist.models.processor import copy_files
 from hfdist.optim.registry import ClassAndSettings, find_optimizer
 from hfdist.run.state import RunState
 from hfdist.trainer.checkpointing.start import open_replicas
@@ -44,8 +48,11 @@ def own_optimizer(config: RunConfig, *, warmup_steps: int) -> ClassAndSettings:
     return find_optimizer(config.optimizer, warmup_steps=warmup_steps)
 
 
-def make_options(run: RunState) -> RunOptions:
-    """Make them of the config, and of what the parts of the run measure."""
+def make_options(run: RunState, processor_files: Sequence[Path] = ()) -> RunOptions:
+    """Make them of the config, and of what the parts of the run measure.
+
+    `processor_files` go with each saved model, as those of a model of image and text.
+    """
     config, checkpoint, train = run.config, run.config.checkpoint, run.config.train
     has_tokens = config.task.name.traits.head is Head.tokens
     return RunOptions(
@@ -56,7 +63,7 @@ def make_options(run: RunState) -> RunOptions:
         replicate_every=checkpoint.replicate_every,
         save_in_background=checkpoint.background,
         objective=run.objective,
-        write_more=None if run.objective is None else run.objective.write_files,
+        write_more=partial(copy_files, processor_files) if run.objective is None else run.objective.write_files,
         loss_head=choose_loss(config, run.model, run.strategy) if has_tokens else None,
         base_width=config.optimizer.base_width,
         limits=Tolerance(

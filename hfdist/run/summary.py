@@ -41,7 +41,9 @@ def tell_start(run: RunState) -> None:
         logger.info("the data are an example of hfdist's; your own: data=FILE or data=FOLDER")
     if data.corpus.has_examples:
         a_step = run.strategy.batch.tokens_per_step
-        logger.info("of the data: %s", survey(data.corpus, data.tokenizer, config.data, config.task, a_step))
+        logger.info(
+            "of the data: %s", survey(data.corpus, data.tokenizer, config.data, config.task, a_step, data.images)
+        )
         if (advice := advise(data.corpus, data.tokenizer, config)) is not None:
             logger.warning("%s", advice)
     for text in preview(data.stream, data.tokenizer, config.report.preview, config.task):

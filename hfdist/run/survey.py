@@ -15,19 +15,25 @@ from hfdist.data.documents.token_reader import Documents, open_token_cache
 from hfdist.data.marks import are_targets
 from hfdist.data.order.records import Status
 from hfdist.data.tokenization.encoders import Encoders
+from hfdist.data.tokenization.image_tokens import ImageTokens
 from hfdist.run.preview import name_of_targets
 
 _SURVEYED_DOCUMENTS = 256
 
 
 def survey(
-    corpus: Corpus, tokenizer: PreTrainedTokenizerBase, config: DataConfig, task: TaskConfig, tokens_per_step: int = 0
+    corpus: Corpus,
+    tokenizer: PreTrainedTokenizerBase,
+    config: DataConfig,
+    task: TaskConfig,
+    tokens_per_step: int = 0,
+    images: ImageTokens | None = None,
 ) -> str:
     """Say what becomes of some examples: their length, the share of targets, and how many are cut or left out.
 
     Also that a step reads all of them several times, if it does; 0 tokens a step: not known.
     """
-    documents = Documents(corpus, Encoders.of(tokenizer, config), open_token_cache(config), config)
+    documents = Documents(corpus, Encoders.of(tokenizer, config, images), open_token_cache(config), config)
     read = (chunk for block in corpus.mixed_blocks() for chunk in documents.chunks(np.array(block)))
     rows = (row for chunk in read for row in zip(chunk.views(), chunk.fates, chunk.cut_tokens, strict=True))
     found = list(islice(rows, _SURVEYED_DOCUMENTS))

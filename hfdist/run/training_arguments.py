@@ -82,9 +82,17 @@ def _generated(config: RunConfig, batch: BatchPlan, max_steps: int) -> dict[str,
         "ignore_data_skip": True,
         "remove_unused_columns": False,
         "average_tokens_across_devices": True,
-        # Without a head, a pooler has no use, so that a small model is asked.
-        "ddp_find_unused_parameters": None if config.task.name.traits.head is Head.none else False,
+        "ddp_find_unused_parameters": _finds_unused(config),
     } | _optimizer(config.optimizer, batch, max_steps)
+
+
+def _finds_unused(config: RunConfig) -> bool | None:
+    """Whether DDP looks for parameters that a step does not use; None: a small model is asked."""
+    if config.data.images.used:
+        # A rank whose rows have no image does not call what reads them.
+        return True
+    # Without a head, a pooler has no use.
+    return None if config.task.name.traits.head is Head.none else False
 
 
 def _optimizer(optimizer: OptimizerConfig, batch: BatchPlan, max_steps: int) -> dict[str, object]:

@@ -47,6 +47,8 @@ class Strategy(Partitioning):
     """What `make_strategy` was told; None: whatever the TrainingArguments say."""
     keeps_uneven_gradients = False
     """Whether a rank keeps whole the gradients of parameters that it steps in part, so that ranks differ."""
+    calls_alike = False
+    """Whether all data ranks must call the same modules in each forward: they send what each module needs."""
     counts_all_experts = False
     """Whether `fractions` are parts of all experts: those that ranks share are sharded over fewer ranks."""
 

@@ -18,6 +18,7 @@ from hfdist.collectives import broadcast
 from hfdist.config.strategy import Offload, StrategyConfig
 from hfdist.errors import ConfigError
 from hfdist.models.blocks import calls_blocks, find_block_parts
+from hfdist.models.image_text import reads_images
 from hfdist.models.probing import unused_parameters
 from hfdist.models.quantize import hold_as_floats
 from hfdist.strategies.base import check_no_scalars
@@ -79,7 +80,7 @@ def shard_by_blocks(
         cast(Any, root).to = lambda *_, **__: root
     # By this transformers knows that every rank must take part in each forward, and that micro batches accumulate.
     cast(Any, model)._is_fsdp_managed_module = True
-    if unused is None or unused:
+    if unused is None or unused or reads_images(model):
         # Else ranks that use other parameters would reduce buffers of other sizes.
         cast(FSDPModule, root).set_reduce_scatter_unused_params(True)
     return unused or frozenset()

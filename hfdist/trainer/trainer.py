@@ -24,6 +24,7 @@ from transformers.trainer_utils import EvalLoopOutput, PredictionOutput, SaveStr
 from hfdist.collectives import gather_json
 from hfdist.data import HeldOutSources, TokenStream
 from hfdist.errors import ConfigError
+from hfdist.models.image_text import reads_images
 from hfdist.models.probing import uses_all_parameters
 from hfdist.models.router_check import check_router_loss
 from hfdist.models.routers import COUNTED, adds_router_loss
@@ -462,9 +463,22 @@ class DistributedTrainerMixin(_Trainer):
             # Also of an override that returns nothing: gradients are reduced once.
             grad_norm = self._norm if "_clip_grad_norm" in self._steps_run else self._take_norm(0.0)
         grad_norm = super()._get_grad_norm(model, grad_norm)
+        if reads_images(cast(nn.Module, self.model)):
+            self._fill_gradients()
         self._check_step()
         self._guard.judge(grad_norm)
         return grad_norm
+
+    def _fill_gradients(self) -> None:
+        """Let a step without an image have gradients of zeros where one with an image has others, in each layout.
+
+        Ranks that share gradients have them so, and optimizers go on by them; DeepSpeed keeps its own elsewhere.
+        """
+        if self.accelerator.distributed_type is DistributedType.DEEPSPEED:
+            return
+        for parameter, is_trained in self._trained:
+            if is_trained and parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
         if self.engine is not None:

@@ -39,6 +39,8 @@ _SAFE = (
         "data.file_cache_bytes",
     ),
     *("data.token_cache_bytes", "data.workers", "data.prefetch"),
+    # What becomes of images is in the identity of the cursor.
+    "data.images.*",
     # Rows are quarantined while a run goes on, and leave the others where they were.
     *("data.quarantine", "data.on_bad_rows"),
 )

@@ -24,6 +24,7 @@ from hfdist.data.sources.base import BadRow, Shard
 from hfdist.data.sources.dataset import DatasetShard
 from hfdist.data.sources.find import find_shards
 from hfdist.data.sources.formats import split_columns, texts_in
+from hfdist.data.sources.images import ImageFile, WithImages
 from hfdist.data.sources.rows import RowReader
 from hfdist.data.sources.shards import NamedShards, OpenShards, Shards, json_of_pieces
 from hfdist.data.tokenization.text_encoder import text_digest
@@ -126,6 +127,14 @@ class Corpus:
                     raise text.error
                 found[first + row] = json.loads(split_columns(text)[1] or "{}")
         return found
+
+    def images(self, document: int) -> tuple[ImageFile, ...]:
+        """Give the images of a row, not decoded; DataError: see `text`."""
+        shard, first_document = self.shard_of(document)
+        (text,) = shard.read([document - first_document])
+        if isinstance(text, BadRow):
+            raise text.error
+        return text.files if isinstance(text, WithImages) else ()
 
     def _first_of(self, number: int) -> int:
         """Give the canonical number of a shard's first row."""

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from hfdist.data.documents.held_out import HeldOut, HeldOutSources
+from hfdist.data.documents.held_out import HeldOut, HeldOutImages, HeldOutSources
 from hfdist.data.packing.sequence import IGNORED
 
 _FEWEST_TOKENS = 4
@@ -37,6 +37,9 @@ def take_examples(held_out: object, num_examples: int) -> list[Example]:
 
 def _examples(items: Any) -> Iterator[Example]:
     for index in range(len(items)):
+        if isinstance(items, HeldOutImages) and items.has_image(index):
+            # What continues a prompt is given tokens alone.
+            continue
         columns = items.columns(index) if isinstance(items, HeldOut) else iter(())
         for ids, labels in documents_of(items[index]):
             example, own = split_document(ids, labels), next(columns, {})

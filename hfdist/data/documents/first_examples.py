@@ -14,6 +14,8 @@ from hfdist.errors import DataError
 
 _MOST_LOOKED_AT = 200
 """Examples whose roles are counted."""
+_MOST_SEARCHED = 64
+"""Rows of a source among which one with an image is looked for."""
 _MOST_TRIED = 16
 """Examples until one can be read."""
 _ANSWERS = "assistant"
@@ -40,6 +42,18 @@ def are_chats(corpus: Corpus) -> bool | None:
     """Whether examples are turns of a chat, by the first one that can be read; None: plain text, or tokens."""
     examples = _first_examples(corpus, _MOST_TRIED)
     return next(("messages" in example for example in examples if {"messages", "prompt"} & example.keys()), None)
+
+
+def have_images(corpus: Corpus) -> bool:
+    """Whether one of the first rows of a source has an image, or would have, could it be read."""
+    first = 0
+    for source in corpus.sources.values():
+        num_documents = int(source.runs.rows.sum())
+        for number in range(first, first + min(num_documents, _MOST_SEARCHED)):
+            if "images" in _example(corpus, number):
+                return True
+        first += num_documents
+    return False
 
 
 def find_source_without_prompts(corpus: Corpus) -> str | None:

@@ -15,15 +15,27 @@ from transformers import PreTrainedTokenizerBase
 from hfdist.config.data import DataConfig, cache_dir
 from hfdist.data.cache import cached_array, digest_of
 from hfdist.data.documents.corpus import Corpus, open_corpus
+from hfdist.data.documents.image_reader import ImageReader
 from hfdist.data.documents.nothing_held_out import HeldOutCounts, explain_nothing
 from hfdist.data.documents.token_reader import Documents, open_token_cache
+from hfdist.data.marks import are_images
 from hfdist.data.order.lane_state import Place
-from hfdist.data.order.records import numbers_of
+from hfdist.data.order.records import make_records, numbers_of
 from hfdist.data.packing import windows
 from hfdist.data.packing.concat import concat
-from hfdist.data.packing.sequence import IGNORED, LABELS, NAMES, PIECES, POSITION_IDS, Sequence, Shape
+from hfdist.data.packing.sequence import (
+    IGNORED,
+    LABELS,
+    NAMES,
+    PIECES,
+    POSITION_IDS,
+    Sequence,
+    Shape,
+    image_row,
+)
 from hfdist.data.packing.windows import RULE
 from hfdist.data.tokenization.encoders import Encoders, check_token_sources
+from hfdist.data.tokenization.image_tokens import ImageTokens
 
 _FORMAT = 4
 """Raise it when the same documents are packed in another way: sets in the cache are made anew."""
@@ -58,22 +70,55 @@ class HeldOut(Dataset[dict[str, torch.Tensor]]):
             yield from (found[number] for number in documents)
 
 
+class HeldOutImages(Dataset[dict[str, torch.Tensor]]):
+    """Held-out rows of one document each, with their images, which are decoded when an item is asked for.
+
+    An item has what `image_row` gives: no two need have the same length or the same names.
+    """
+
+    def __init__(self, rows: NDArray[np.int32], reader: ImageReader, images: ImageTokens) -> None:
+        self._rows, self._reader, self._images = rows, reader, images
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def has_image(self, index: int) -> bool:
+        """Whether an item has an image, which this does not decode."""
+        return bool(are_images(self._rows[index][2:]).any())
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        document, num_tokens, *tokens = self._rows[index]
+        own = np.array(tokens[:num_tokens], dtype=np.int32)
+        records = make_records(1, document=int(document), num_tokens=int(num_tokens))
+        sequence = Sequence([own], [int(num_tokens)], [], Place(), int(num_tokens), 1, records)
+        return image_row(self._reader.read(sequence), self._images)
+
+
+HeldOutSet = HeldOut | HeldOutImages
+
+
 class HeldOutSources(ConcatDataset[dict[str, torch.Tensor]]):
     """Several held-out sets, one after the other."""
 
-    def __init__(self, parts: dict[str, HeldOut]) -> None:
+    def __init__(self, parts: Mapping[str, HeldOutSet]) -> None:
         super().__init__(parts.values())
         self.parts = parts
         """Held-out sets by the names of their sources."""
 
 
 def build_held_out(
-    corpus: Corpus, tokenizer: PreTrainedTokenizerBase, config: DataConfig, *, one_each: bool = False
-) -> HeldOut | None:
+    corpus: Corpus,
+    tokenizer: PreTrainedTokenizerBase,
+    config: DataConfig,
+    images: ImageTokens | None = None,
+    *,
+    one_each: bool = False,
+) -> HeldOutSet | None:
     """Pack held-out documents into at most `data.eval_sequences` sequences; None where `data.eval_fraction` is 0.
 
     Text goes end to end, whatever `data.packing` is for training, without a last sequence that does not fill up (unless
-    all documents are held out); examples stay whole. With `one_each` a sequence is one document, filled up.
+    all documents are held out); examples stay whole. With `one_each` a sequence is one document, filled up; with
+    `images` it is one, too, with its images.
 
     Raises:
         DataError: the held-out documents do not fill one sequence.
@@ -87,16 +132,24 @@ def build_held_out(
         settings.append("documents")
     if one_each:
         settings.append("one each")
-    tokens = Encoders.of(tokenizer, config).digest(examples=corpus.has_examples)
+    encoders = Encoders.of(tokenizer, config, images)
+    tokens = encoders.digest(examples=corpus.has_examples)
     key = digest_of([_FORMAT, corpus.local_fingerprint, tokens, *settings])
     path = cache_dir(config) / "held_out" / f"{key}.npy"
-    return HeldOut(cached_array(path, lambda: _pack(corpus, tokenizer, config, one_each)), corpus, one_each=one_each)
+    if images is not None:
+        rows = cached_array(path, lambda: _take_each(corpus, encoders, config))
+        return HeldOutImages(rows, ImageReader(corpus, images, config), images)
+    return HeldOut(cached_array(path, lambda: _pack(corpus, encoders, config, one_each)), corpus, one_each=one_each)
 
 
 def open_held_out_sources(
-    tokenizer: PreTrainedTokenizerBase, config: DataConfig, *, one_each: bool = False
+    tokenizer: PreTrainedTokenizerBase,
+    config: DataConfig,
+    images: ImageTokens | None = None,
+    *,
+    one_each: bool = False,
 ) -> HeldOutSources:
-    """Open and pack `data.eval_sources`; `one_each` as of `build_held_out`.
+    """Open and pack `data.eval_sources`; arguments as of `build_held_out`.
 
     Raises:
         ConfigError, DataError: one is missing, unreadable or empty.
@@ -108,14 +161,28 @@ def open_held_out_sources(
             config, sources={name: source}, eval_sources={}, eval_fraction=1.0, anneal=[], quarantine=[], lanes=1
         )
         corpus = open_corpus(alone, section="data.eval_sources")
-        held_out = build_held_out(corpus, tokenizer, alone, one_each=one_each)
+        held_out = build_held_out(corpus, tokenizer, alone, images, one_each=one_each)
         assert held_out is not None
         parts[name] = held_out
     return HeldOutSources(parts)
 
 
-def _pack(corpus: Corpus, tokenizer: PreTrainedTokenizerBase, config: DataConfig, one_each: bool) -> NDArray[np.int32]:
-    encoders = Encoders.of(tokenizer, config)
+def _take_each(corpus: Corpus, encoders: Encoders, config: DataConfig) -> NDArray[np.int32]:
+    """Give rows that begin with the number of a document and how many tokens follow, with their marks."""
+    documents = Documents(corpus, encoders, open_token_cache(config), config, held_out=True)
+    counts = HeldOutCounts()
+    chunks = (counts.add(chunk) for block in corpus.mixed_blocks() for chunk in documents.chunks(np.array(block)))
+    each = (one for chunk in chunks for one in zip(chunk.numbers.tolist(), chunk.views(), strict=True) if len(one[1]))
+    found = list(islice(each, config.eval_sequences))
+    if not found:
+        raise explain_nothing(corpus, config, counts)
+    rows = np.zeros((len(found), 2 + max(len(tokens) for _, tokens in found)), dtype=np.int32)
+    for row, (number, tokens) in zip(rows, found, strict=True):
+        row[:2], row[2 : 2 + len(tokens)] = (number, len(tokens)), tokens
+    return rows
+
+
+def _pack(corpus: Corpus, encoders: Encoders, config: DataConfig, one_each: bool) -> NDArray[np.int32]:
     documents = Documents(corpus, encoders, open_token_cache(config), config, held_out=True)
     counts = HeldOutCounts()
     chunks = (counts.add(chunk) for block in corpus.mixed_blocks() for chunk in documents.chunks(np.array(block)))

@@ -14,10 +14,10 @@ from hfdist.config.data import BadRows, DataConfig, TooLong, cache_dir
 from hfdist.data.documents.bad_rows import with_way_out
 from hfdist.data.documents.corpus import Corpus
 from hfdist.data.documents.token_cache import TokenCache, shard_key
-from hfdist.data.marks import are_targets
+from hfdist.data.marks import are_images, are_targets
 from hfdist.data.order.records import Status
 from hfdist.data.sources.base import BadRow, Shard, TokenRow, TokenShard
-from hfdist.data.sources.document_batch import DocumentBatch
+from hfdist.data.sources.document_batch import DocumentBatch, slices
 from hfdist.data.sources.formats import split_columns
 from hfdist.data.tokenization.encoders import Encoders
 from hfdist.data.tokenization.text_encoder import text_digest
@@ -120,6 +120,11 @@ class Documents:
             fates[examples[~_have_target(columns, examples, starts, lengths)]] = Status.no_target
         if too_long is TooLong.drop:
             fates[columns.lengths > length] = Status.too_long
+        if self._encoders.images is not None:
+            # A cut may leave an image without the places of its features.
+            long = np.flatnonzero(columns.lengths > length)
+            views = slices(columns.tokens, columns.arrays[long], columns.starts[long], columns.lengths[long])
+            fates[[place for place, own in zip(long, views, strict=True) if are_images(own).any()]] = Status.too_long
         is_elsewhere = self.corpus.are_held_out(columns.digests) != self._wants_held_out
         fates[is_elsewhere] = Status.held_out
         # Documents of the other side are not tokenized for a held-out set, and so have no length.

@@ -11,7 +11,7 @@ A negative token of a document is the complement of one that is context: `~id` b
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Sequences
 from dataclasses import dataclass
 from functools import lru_cache
@@ -29,6 +29,7 @@ from hfdist.config.data import Packing
 from hfdist.data import marks
 from hfdist.data.order.lane_state import Place
 from hfdist.data.order.records import Records, count_new_documents, join, make_records
+from hfdist.data.tokenization.image_tokens import ImageTokens, Inputs, stack_inputs
 from hfdist.errors import CheckpointError
 
 Integers = NDArray[np.int64]
@@ -80,6 +81,8 @@ class Sequence(NamedTuple):
     """Records of pieces, and of documents passed over on the way; their sequence and pool are not set yet."""
     problems: tuple[str, ...] = ()
     """Messages of bad rows among them."""
+    images: Inputs | None = None
+    """The tensors of its images; None: it has none."""
 
     @property
     def rows(self) -> NDArray[np.int32]:
@@ -192,6 +195,44 @@ def pieces_of(sequences: Sequences[Sequence]) -> torch.Tensor:
     return pieces
 
 
+def stack_rows(
+    rows: Sequences[Mapping[str, torch.Tensor]], fill_id: int, images: ImageTokens, *, needs_image: bool
+) -> dict[str, torch.Tensor]:
+    """Stack rows of one document each, with the tensors of their images.
+
+    Args:
+        rows: of `image_row`.
+        fill_id: token that fills up.
+        images: of the run.
+        needs_image: whether a batch without an image gets a small one, after the tokens of its first row, which
+            nothing is learned from: ranks that share the weights of its tower call it together.
+
+    Returns:
+        input_ids, attention_mask and labels of shape [rows, tokens of the longest], and what the forward takes of
+        images: their first axis is of images, patches or rows with images.
+    """
+    own = [{name: values for name, values in row.items() if name in images.text_names} for row in rows]
+    inputs = [{name: values for name, values in row.items() if name not in images.text_names} for row in rows]
+    if needs_image and not any(inputs):
+        ids, small = images.none
+        added = images.row(np.array(ids, dtype=np.int64), np.isin(ids, images.ids), np.full(len(ids), IGNORED))
+        own[0] = {name: torch.cat([values, added[name]]) for name, values in own[0].items()}
+        inputs[0] = {name: torch.from_numpy(values) for name, values in small.items()}
+    fill = {"input_ids": fill_id, "labels": IGNORED}
+    stacked = {
+        name: pad_sequence([row[name] for row in own], batch_first=True, padding_value=fill.get(name, 0))
+        for name in own[0]
+    }
+    return stacked | stack_inputs(inputs)
+
+
+def image_row(sequence: Sequence, images: ImageTokens) -> dict[str, torch.Tensor]:
+    """Give the tensors of a sequence that is one document, each of shape [tokens], and those of its images."""
+    ids, _, labels = make_rows(Pieces.of([sequence]), np.int64)
+    row = images.row(ids, marks.are_images(_tokens(sequence.parts)), labels)
+    return row | {name: torch.from_numpy(values) for name, values in (sequence.images or {}).items()}
+
+
 class Bundle(NamedTuple):
     """Sequences on their way to another process, in few arrays: each costs time there and here."""
 
@@ -199,7 +240,9 @@ class Bundle(NamedTuple):
     """Tokens of all sequences, end to end; the records are end to end, too."""
     records: Records
     num_records: list[int]
-    others: list[tuple[Sequences[int], Sequences[tuple[int, int]], tuple[int, ...], int, int, tuple[str, ...]]]
+    others: list[
+        tuple[Sequences[int], Sequences[tuple[int, int]], tuple[int, ...], int, int, tuple[str, ...], Inputs | None]
+    ]
     """The other fields of each sequence."""
 
 
@@ -209,22 +252,20 @@ def bundle(sequences: Sequences[Sequence]) -> Bundle:
         _tokens(Pieces.of(sequences).parts),
         join([one.records for one in sequences]),
         [len(one.records) for one in sequences],
-        [
-            (one.lengths, one.blanks, tuple(one.next_place), one.num_tokens, one.num_documents, one.problems)
-            for one in sequences
-        ],
+        [(one.lengths, one.blanks, tuple(one.next_place), *one[4:6], one.problems, one.images) for one in sequences],
     )
 
 
 def unbundle(given: Bundle) -> Iterator[Sequence]:
     """Give the sequences of a bundle."""
     token, record = 0, 0
-    for num_records, (lengths, blanks, place, num_tokens, num_documents, problems) in zip(
+    for num_records, (lengths, blanks, place, num_tokens, num_documents, problems, images) in zip(
         given.num_records, given.others, strict=True
     ):
         stop, last = token + sum(lengths), record + num_records
         parts, records = [given.tokens[token:stop]], given.records[record:last]
-        yield Sequence(parts, lengths, blanks, Place._make(place), num_tokens, num_documents, records, problems)
+        own = parts, lengths, blanks, Place._make(place), num_tokens, num_documents, records
+        yield Sequence(*own, problems, images)
         token, record = stop, last
 
 

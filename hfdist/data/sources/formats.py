@@ -7,6 +7,7 @@ as they treat a document. The canonical forms are
 {"prompt": ..., "completion": ...}                     text: the completion's tokens are targets
 {"messages": [...], "tools": [...], "learned_from": n} a conversation as OpenAI writes it; assistant messages before
                                                        number n are no targets
+{"messages": [...], "images": [{"digest", "size"}]}    the same with images: `images.PLACE` stands in its contents
 {"query": ..., "documents": [...]}                     texts: a query, and the one that belongs to it before those that
                                                        do not; "ranked" in place of "documents": read with the query
 {"text_a": ..., "text_b": ..., "score": n}             texts: how alike two are
@@ -31,6 +32,8 @@ from typing import Any, NamedTuple, NoReturn
 from hfdist.config.batch import IGNORED
 from hfdist.config.data import NEGATIVES, RowFormat
 from hfdist.data.sources.base import BadRow, ContentError, check_size, check_text
+from hfdist.data.sources.images import COLUMNS as IMAGE_COLUMNS
+from hfdist.data.sources.images import IMAGES, PLACE, ImageRules, WithImages, part_of, take_images
 
 _ROLES: Mapping[str, str] = {
     "system": "system",
@@ -293,10 +296,12 @@ def _message(item: object, where: str) -> dict[str, object]:
         is_named_else = isinstance(item, dict) and "from" in item
         what = "a message has no role, but `from`, as turns of a column `conversations` have" if is_named_else else None
         _refuse(what or "a message has no role", where, item, '{"role": "user", "content": "..."}')
-    message = {name: value for name, value in item.items() if value is not None}
+    message = {name: value for name, value in item.items() if value is not None and name != IMAGES}
     _check_weight(message, where)
     if "content" in message:
-        message["content"] = _content(message["content"], where)
+        message["content"], images = _content(message["content"], where)
+        if images:
+            message[IMAGES] = images
     elif not message.get("tool_calls"):
         instead = next((name for name in ("text", "value") if name in message), None)
         what = "a message has no content" if instead is None else f"a message has `{instead}` in place of `content`"
@@ -309,15 +314,27 @@ def _message(item: object, where: str) -> dict[str, object]:
     return message
 
 
-def _content(content: object, where: str) -> str:
-    """One text, also where it comes in parts."""
-    if isinstance(content, list) and all(isinstance(part, dict) and part.get("type") == "text" for part in content):
-        return "".join(_text(part.get("text"), f"{where}.content") for part in content)
-    if isinstance(content, list):
-        _refuse(
-            "models learn from text alone, and a part is no text", f"{where}.content", content, "parts of type text"
-        )
-    return _text(content, f"{where}.content")
+def _content(content: object, where: str) -> tuple[str, list[object]]:
+    """One text, also where it comes in parts, and the images that parts bring; `PLACE` is where an image stands."""
+    if not isinstance(content, list):
+        return _no_place(_text(content, f"{where}.content"), where), []
+    texts, images = [], []
+    for part in content:
+        kind = part.get("type") if isinstance(part, dict) else None
+        if kind == "text":
+            texts.append(_no_place(_text(part.get("text"), f"{where}.content"), where))
+        elif kind in ("image", "image_url"):
+            texts.append(PLACE)
+            images += [ref for ref in [part_of(part)] if ref is not None]
+        else:
+            _refuse("a part is neither text nor an image", f"{where}.content", content, "parts of type text or image")
+    return "".join(texts), images
+
+
+def _no_place(text: str, where: str) -> str:
+    if PLACE in text:
+        _refuse("the text holds the private character that stands for an image", f"{where}.content", text, "any other")
+    return text
 
 
 def _call(given: object, where: str) -> dict[str, object]:
@@ -404,10 +421,12 @@ class RowColumns(NamedTuple):
 
 
 FORMS: dict[RowFormat, RowColumns] = {
-    RowFormat.messages: RowColumns(("messages",), ("tools",), _from_messages),
-    RowFormat.sharegpt: RowColumns(("conversations",), ("system", "tools"), _from_sharegpt),
-    RowFormat.alpaca: RowColumns(("instruction", "output"), ("input", "system", "history"), _from_alpaca),
-    RowFormat.prompt_completion: RowColumns(("prompt", "completion"), ("tools",), _from_prompt),
+    RowFormat.messages: RowColumns(("messages",), ("tools", *IMAGE_COLUMNS), _from_messages),
+    RowFormat.sharegpt: RowColumns(("conversations",), ("system", "tools", *IMAGE_COLUMNS), _from_sharegpt),
+    RowFormat.alpaca: RowColumns(
+        ("instruction", "output"), ("input", "system", "history", *IMAGE_COLUMNS), _from_alpaca
+    ),
+    RowFormat.prompt_completion: RowColumns(("prompt", "completion"), ("tools", *IMAGE_COLUMNS), _from_prompt),
 }
 """Formats in the order in which `auto` tries them; plain text comes last."""
 FORMS_BY_NAME = FORMS | {
@@ -431,16 +450,25 @@ OTHER_NAMES = {
 """The same formats as other libraries name their columns: sentence-transformers, FlagEmbedding, TRL."""
 
 
-def write_example(form: RowColumns, row: Mapping[str, object], where: str) -> str | BadRow:
-    """Write a row with the columns of a format as JSON of its canonical form; `where` names the file and the row."""
+def write_example(form: RowColumns, row: Mapping[str, object], rules: ImageRules | None, where: str) -> str | BadRow:
+    """Write a row with the columns of a format as JSON of its canonical form, with its images beside it.
+
+    `rules` are those of its source, None: without images; `where` names the file and the row.
+    """
     try:
+        has_images = not set(IMAGE_COLUMNS).isdisjoint(form.optional)
+        example, files = take_images(form.convert(row), row if has_images else {}, rules)
         # The order of keys stays: templates write tools as they find them.
-        text = json.dumps(form.convert(row), ensure_ascii=False)
+        text = json.dumps(example, ensure_ascii=False)
     except ContentError as error:
         error.where = where
         return BadRow(error)
     # Values that JSON does not have, such as times; and too deep a nesting.
     except (TypeError, ValueError, RecursionError) as error:
         return BadRow(ContentError(f"the row cannot be read as an example: {error}", where=where))
-    checked = check_text(text, where=where)
-    return check_size(len(text), where=where) or checked
+    checked = check_size(len(text), where=where) or check_text(text, where=where)
+    if not files or isinstance(checked, BadRow):
+        return checked
+    with_images = WithImages(checked)
+    with_images.files = files
+    return with_images

@@ -9,11 +9,14 @@ from datetime import date, time
 from decimal import Decimal
 from functools import cached_property
 
-from hfdist.config.data import DataConfig, RowFormat, SourceConfig
+from hfdist.config.data import DataConfig, RowFormat, SourceConfig, SourceKind
 from hfdist.config.override_text import in_shell
+from hfdist.config.paths import expand_user
 from hfdist.data.sources.base import BadRow, ContentError, check_text
 from hfdist.data.sources.columns import TEXT, Column, Kind, guess_columns, kinds_of
 from hfdist.data.sources.formats import FORMS, FORMS_BY_NAME, OTHER_NAMES, RowColumns, from_text, write_example
+from hfdist.data.sources.images import COLUMNS as IMAGE_COLUMNS
+from hfdist.data.sources.images import ImageRules
 from hfdist.errors import nearest
 
 _SHOWN_COLUMNS = 40
@@ -49,6 +52,8 @@ class RowReader:
     """Where the config says so."""
     keeps_columns: bool = False
     """Whether examples hold what their format does not read, too."""
+    images: ImageRules | None = None
+    """What images of rows may be; None: their columns are not read."""
 
     @classmethod
     def of(cls, source: SourceConfig, data: DataConfig, section: str) -> RowReader:
@@ -59,7 +64,9 @@ class RowReader:
             text = Column.of(source.text)
         key = f"{section}.columns" if source.columns else cls.columns_key
         others = (source.format or data.format, section, tuple(sorted(mapped.items())), key)
-        return cls(text, *others, keeps_columns=bool(data.keep_columns))
+        rules = ImageRules(_folder_of(source), data.images.max_bytes, data.images.max_pixels)
+        images = None if data.images.used is False else rules
+        return cls(text, *others, keeps_columns=bool(data.keep_columns), images=images)
 
     @property
     def gives_examples(self) -> bool:
@@ -106,7 +113,9 @@ class RowReader:
             raise missing or self._no_format(present, where)
         if self.keeps_columns:
             return list(present)
-        wanted = {one for form in fitting for name in (*form.needed, *form.optional) for one in held.get(name, ())}
+        names = {name for form in fitting for name in (*form.needed, *form.optional)}
+        names -= set(IMAGE_COLUMNS) if self.images is None else set()
+        wanted = {one for name in names for one in held.get(name, ())}
         return [name for name in present if name in wanted]
 
     def read(self, row: Mapping[str, object], *, where: str) -> str | BadRow:
@@ -121,7 +130,7 @@ class RowReader:
         present = {name: value for name, value in values.items() if value is not None}
         for form in self._forms:
             if set(form.needed) <= set(present):
-                example = write_example(form, present, where)
+                example = write_example(form, present, self.images, where)
                 is_kept = self.keeps_columns and isinstance(example, str)
                 return f"{example}\n{self._others(form, row)}" if is_kept else example
         # Only what the row itself has, and not a name of the config.
@@ -254,6 +263,21 @@ class RowReader:
             return hint if as_text is None else f"{hint}; {as_text}"
         rows = f"rows with {' and '.join(missing)}" + (", which is true or false" if "label" in missing else "")
         return rows if as_text is None else as_text
+
+
+def _folder_of(source: SourceConfig) -> str | None:
+    """Give the folder in which the rows of a source may name images; None: it is on no disk of this machine."""
+    if source.path is None or "://" in source.path or source.kind not in (SourceKind.files, SourceKind.hub):
+        return None
+    path = expand_user(source.path)
+    while not path.exists() or any(letter in path.name for letter in "*?["):
+        if path == path.parent:
+            return None
+        path = path.parent
+    # A Hub id is no path, and may be a part of one that there is.
+    if source.kind is SourceKind.hub and path != expand_user(source.path):
+        return None
+    return str(path if path.is_dir() else path.parent)
 
 
 def index_folder(section: str) -> str:

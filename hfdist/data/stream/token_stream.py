@@ -28,6 +28,7 @@ from hfdist.config.data import DataConfig, Packing, TooLong, cache_dir
 from hfdist.data.cache import digest_of, write_once
 from hfdist.data.documents.corpus import Corpus
 from hfdist.data.documents.first_examples import explain_no_targets
+from hfdist.data.documents.image_reader import ImageReader
 from hfdist.data.documents.token_reader import Documents, open_token_cache
 from hfdist.data.order.cursor import Cursor
 from hfdist.data.order.lane_state import Columns, LaneState, Progress
@@ -42,8 +43,10 @@ from hfdist.data.packing.sequence import (
     Shape,
     bundle,
     collate,
+    image_row,
     pieces_of,
     stack,
+    stack_rows,
     unbundle,
 )
 from hfdist.data.packing.windows import RULE
@@ -52,6 +55,7 @@ from hfdist.data.stream.ledger import Ledger
 from hfdist.data.stream.worker_deaths import WorkerRegistry
 from hfdist.data.stream.worker_process import forward_to_rank, keep_arrays
 from hfdist.data.tokenization.encoders import Encoders, check_token_sources
+from hfdist.data.tokenization.image_tokens import ImageTokens
 from hfdist.errors import CheckpointError, ConfigError, DataError, HfdistError
 
 logger = logging.getLogger(__name__)
@@ -83,6 +87,7 @@ class TokenStream(IterableDataset[dict[str, torch.Tensor]]):
         data_size: number of data ranks; divides the lanes.
         global_batch_size: sequences in a step of all runs together, by which `data.anneal` counts.
         run: number of this run, and how many share the lanes.
+        images: what images of rows become, under `data.packing=none`; None: rows have none.
 
     Raises:
         ConfigError: token files that another tokenizer made, or `data.anneal` without `global_batch_size`.
@@ -98,15 +103,20 @@ class TokenStream(IterableDataset[dict[str, torch.Tensor]]):
         data_size: int = 1,
         global_batch_size: int | None = None,
         run: tuple[int, int] = (0, 1),
+        images: ImageTokens | None = None,
     ) -> None:
-        self.corpus, self.config = corpus, config
+        self.corpus, self.config, self.images = corpus, config, images
+        self.needs_image = False
+        """Whether each batch must have an image: see `stack_rows`."""
+        self.decodes = True
+        """Whether sequences come with the tensors of their images; who counts needs none."""
         self.ledger: Ledger | None = None
         """The record of all sequences given, if there is one."""
         self.may_begin_anew = False
         """Whether to accept a cursor of other data, and read these from their beginning."""
         self.tells_pieces = False
         """Whether batches say of which documents they are made, for what is drawn by document and epoch."""
-        self._encoders = Encoders.of(tokenizer, config)
+        self._encoders = Encoders.of(tokenizer, config, images)
         check_token_sources(config.sources, self._encoders)
         self._global_batch_size = global_batch_size
         self._data_rank, self._data_size, (self._run, self._num_runs) = data_rank, data_size, run
@@ -379,9 +389,11 @@ class TokenStream(IterableDataset[dict[str, torch.Tensor]]):
         """Give sequences worker, worker + num_workers, ... from here on; num_workers divides the lanes of this rank."""
         states = self._states_of_worker(worker, num_workers)
         lanes = open_lanes(self.plan, self._open_documents(), {lane: state.pools for lane, state in states.items()})
+        images = None if self.images is None or not self.decodes else ImageReader(self.corpus, self.images, self.config)
         for turn in itertools.count():
             for number, lane in lanes.items():
-                yield lane.next((states[number].sequences + turn) * self.config.lanes + number)
+                packed = lane.next((states[number].sequences + turn) * self.config.lanes + number)
+                yield packed if images is None else (*packed[:2], images.read(packed[2]))
 
     def _states_of_worker(self, worker: int, num_workers: int) -> dict[int, LaneState]:
         self._note_turns()
@@ -432,13 +444,23 @@ class TokenStream(IterableDataset[dict[str, torch.Tensor]]):
                 self._states[lane] = self._states[lane]._replace(sequences=self._states[lane].sequences + 1)
         self._count(len(packed))
         sequences = [sequence for _, _, sequence in packed]
-        batch = collate(sequences, self.plan.packing, self.plan.shape)
+        batch = self._collate(sequences)
         if self.config.keep_columns and self.plan.packing is Packing.none:
             numbers = [next(iter(numbers_of(one.records)), -1) for one in sequences]
             batch[DOCUMENTS] = torch.tensor(numbers)
         if self.tells_pieces:
             batch[PIECES] = pieces_of(sequences)
         return batch
+
+    def _collate(self, sequences: list[Sequence]) -> dict[str, torch.Tensor]:
+        if self.images is None:
+            return collate(sequences, self.plan.packing, self.plan.shape)
+        return self.stack_rows([image_row(one, self.images) for one in sequences])
+
+    def stack_rows(self, rows: list[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+        """Collate rows of a run with images, as of its held-out set."""
+        assert self.images is not None
+        return stack_rows(rows, self.plan.shape.fill_id, self.images, needs_image=self.needs_image)
 
     def _note(self, lane: int, pool: int, sequence: Sequence) -> None:
         (digest, pools, number), records = self._states[lane], sequence.records
@@ -654,13 +676,14 @@ def count_steps(
     *,
     global_batch_size: int,
     at_most: int | None,
+    images: ImageTokens | None = None,
 ) -> int:
     """Count the global batches with a target, up to the end of a stream whose sources all have a limit of epochs.
 
     All data are packed once, and the count is cached; the cache also keeps the tokens, for the run itself. Counting
     stops at `at_most`. DataError: there is no batch with a target.
     """
-    stream = TokenStream(corpus, tokenizer, config, global_batch_size=global_batch_size)
+    stream = TokenStream(corpus, tokenizer, config, global_batch_size=global_batch_size, images=images)
     # The epochs, which end the stream, are not in its identity.
     epochs = [pool.epochs for pool in corpus.pools]
     settings = [stream.identity, epochs, corpus.local_fingerprint, global_batch_size, at_most]
@@ -678,6 +701,7 @@ def count_steps(
 def _count(stream: TokenStream, global_batch_size: int, at_most: int | None) -> int:
     logger.info("counting the steps, once: all data are tokenized and packed")
     num_steps, logged = 0, time.monotonic()
+    stream.decodes = False
     batches = iter(stream.loader(batch_size=global_batch_size))
     while not stream.has_ended and num_steps != at_most:
         num_steps += bool((next(batches)["labels"] != IGNORED).any())

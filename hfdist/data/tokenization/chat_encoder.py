@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import re
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -14,8 +15,9 @@ from tokenizers import Encoding
 from transformers import PreTrainedTokenizerBase
 
 from hfdist.config.data import ChatConfig, TrainOn
-from hfdist.data.marks import Tokens
+from hfdist.data.marks import IMAGE, Tokens
 from hfdist.data.tokenization.chat_template import ChatTemplate, Message, RefusedError, Tools
+from hfdist.data.tokenization.image_tokens import ImageTokens
 from hfdist.data.tokenization.text_encoder import Encoder, plain_backend
 from hfdist.data.tokenization.turns import MARKS, Span, find_turns
 from hfdist.errors import ConfigError
@@ -37,13 +39,21 @@ class Chat(NamedTuple):
     """Whether it ends with what the assistant says, and that is learned."""
     asks: bool = False
     """Whether it ends where the assistant is to answer: a prompt alone, whose answer is the end."""
+    images: Sequence[Span] = ()
+    """What stands in the place of images."""
 
 
 class ChatEncoder:
     """Renders conversations and finds their targets."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, config: ChatConfig, plain: Encoder) -> None:
-        self._config, self._end = config, int(tokenizer.eos_token_id)
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        config: ChatConfig,
+        plain: Encoder,
+        images: ImageTokens | None = None,
+    ) -> None:
+        self._config, self._end, self._images = config, int(tokenizer.eos_token_id), images
         self._template = ChatTemplate(tokenizer, config)
         backend = plain_backend(tokenizer)
         if backend is None:
@@ -56,6 +66,8 @@ class ChatEncoder:
         added = backend.get_added_tokens_decoder()
         self._added = {self._end, *added}
         self._special = {number for number, token in added.items() if token.special}
+        if images is not None:
+            self._special |= {number for number, token in added.items() if token.content == images.token}
         self._special_texts = _any_of([added[number].content for number in self._special])
         texts = {token.content for token in added.values()} | {str(tokenizer.eos_token)}
         self._tokens = _any_of(texts)
@@ -69,15 +81,60 @@ class ChatEncoder:
     def _mask(self, chat: Chat, encoding: Encoding) -> Tokens:
         tokens = np.array(encoding.ids, dtype=np.int32)
         offsets = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2)
-        is_target = _overlaps(offsets, chat.targets)
+        is_of_image = _overlaps(offsets, chat.images)
+        is_target = _overlaps(offsets, chat.targets) & ~is_of_image
+        if self._images is not None:
+            is_feature = is_of_image & np.isin(tokens, self._images.ids)
+            tokens = np.where(is_feature, tokens | IMAGE, tokens).astype(np.int32)
         if chat.quoted:
             tokens, is_target = self._quote(chat, tokens, offsets, is_target)
         if chat.asks or (chat.is_answered and not self._is_closed(tokens, is_target)):
             tokens, is_target = np.append(tokens, np.int32(self._end)), np.append(is_target, True)
         return np.where(is_target, tokens, ~tokens)
 
-    def render(self, messages: list[Message], tools: Tools, learned_from: int) -> Chat:
-        """Render a conversation, and find its targets; RefusedError where the template does not take it."""
+    def render(
+        self, messages: list[Message], tools: Tools, learned_from: int, sizes: Sequence[tuple[int, int]] = ()
+    ) -> Chat:
+        """Render a conversation, and find its targets; `sizes` are the widths and heights of its images.
+
+        RefusedError: the template does not take it.
+        """
+        return self._expand(self._render(messages, tools, learned_from), sizes)
+
+    def _expand(self, chat: Chat, sizes: Sequence[tuple[int, int]]) -> Chat:
+        """Put what the processor writes for each image in the place of what the template writes for one."""
+        if not sizes:
+            return chat
+        assert self._images is not None
+        found = re.finditer(re.escape(self._images.token), chat.text)
+        written = [Span(*one.span()) for one in found]
+        quoted = {span.start for span in chat.quoted}
+        places = [span for span in written if span.start not in quoted]
+        if len(places) != len(sizes):
+            what = f"the template writes {self._images.token!r} {len(places)} times for {len(sizes)} images"
+            raise RefusedError(what)
+        parts, images, last, length = [], [], 0, 0
+        for span, size in zip(places, sizes, strict=True):
+            expansion = self._images.expansion(size)
+            parts += [chat.text[last : span.start], expansion]
+            length += span.start - last + len(expansion)
+            images.append(Span(length - len(expansion), length))
+            last = span.end
+        stops = [span.end for span in places]
+        grown = list(accumulate((len(new_span) for new_span in map(_letters, images)), initial=0))
+        old = list(accumulate((len(_letters(span)) for span in places), initial=0))
+
+        def move(place: int) -> int:
+            before = bisect_right(stops, place)
+            return place + grown[before] - old[before]
+
+        def moved(spans: Sequence[Span]) -> list[Span]:
+            return [Span(move(start), move(end)) for start, end in spans]
+
+        text = "".join([*parts, chat.text[last:]])
+        return chat._replace(text=text, targets=moved(chat.targets), quoted=moved(chat.quoted), images=images)
+
+    def _render(self, messages: list[Message], tools: Tools, learned_from: int) -> Chat:
         if self._config.system is not None and messages[0]["role"] not in ("system", "developer"):
             messages = [{"role": "system", "content": self._config.system}, *messages]
             learned_from += 1
@@ -166,6 +223,10 @@ class ChatEncoder:
 def _any_of(texts: Iterable[str]) -> re.Pattern[str]:
     # Longer ones first, since some begin with others; without any: what never matches.
     return re.compile("|".join(map(re.escape, sorted(texts, key=len, reverse=True))) or "(?!)")
+
+
+def _letters(span: Span) -> range:
+    return range(span.start, span.end)
 
 
 def _overlaps(offsets: NDArray[np.int64], spans: Sequence[Span]) -> NDArray[np.bool_]:

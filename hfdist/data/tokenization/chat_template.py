@@ -16,6 +16,7 @@ from transformers.utils.chat_template_utils import render_jinja_template
 from hfdist.apart import do_apart
 from hfdist.config.data import TEMPLATES, ChatConfig
 from hfdist.config.paths import expand_user
+from hfdist.data.sources.images import PLACE
 from hfdist.errors import ConfigError, first_line
 
 Message = dict[str, Any]
@@ -70,7 +71,7 @@ class ChatTemplate:
                 hint="data.chat.template=chatml, or a tokenizer that has one, such as that of an instruct model",
             )
         self.arguments = {**tokenizer.special_tokens_map, **config.template_arguments}
-        self._takes_text = False
+        self._takes_text = self._takes_parts = False
         self._contents: list[Message] = []
         asked = json.dumps([self._given, tokenizer.chat_template, self.arguments], default=str)
         if asked not in _TRIED:
@@ -119,7 +120,8 @@ class ChatTemplate:
         return texts[0], spans[0] if spans else []
 
     def _fit(self, message: Message) -> Message:
-        """The message as the template takes it: a call without a content, and with its arguments as text."""
+        """The message as the template takes it: in parts, a call without a content, its arguments as text."""
+        message = self._in_parts(message)
         if "tool_calls" not in message:
             return message
         is_empty = message.get("content") == "" and {"content": ""} in self._contents
@@ -128,8 +130,26 @@ class ChatTemplate:
             message = {"role": message["role"], **self._contents[0], **rest}
         return _with_text_arguments(message) if self._takes_text else message
 
+    def _in_parts(self, message: Message) -> Message:
+        """The message with its content in parts, where it has images or the template takes no other."""
+        content = message.get("content")
+        if not isinstance(content, str) or not (self._takes_parts or PLACE in content):
+            return message
+        pieces = [piece for piece in re.split(f"({PLACE})", content) if piece]
+        parts = [{"type": "image"} if piece == PLACE else {"type": "text", "text": piece} for piece in pieces]
+        return {**message, "content": parts or [{"type": "text", "text": ""}]}
+
+    def _probe_parts(self) -> None:
+        """Find out whether contents must be in parts: templates for images and text may pass over others."""
+        for self._takes_parts in (False, True):
+            with suppress(RefusedError):
+                if "probed" in self.render([{"role": "user", "content": "probed"}], None):
+                    return
+        self._takes_parts = False
+
     def _probe_calls(self) -> None:
         """Find out whether the arguments of a tool call must be JSON already, and what a call without a content has."""
+        self._probe_parts()
         tried = self._try_call()
         # A template that writes arguments as they are would write Python's form.
         if not tried or any("{'probe': 1}" in text for _, text in tried):

@@ -39,6 +39,7 @@ from hfdist.data.sources.formats import split_columns
 from hfdist.data.sources.tokenfile import check_tokenizer
 from hfdist.data.tokenization.chat_encoder import Chat, ChatEncoder
 from hfdist.data.tokenization.chat_template import Message, RefusedError, read_template
+from hfdist.data.tokenization.image_tokens import ImageTokens
 from hfdist.data.tokenization.label_encoder import LabelEncoder
 from hfdist.data.tokenization.pair_encoder import PairEncoder
 from hfdist.data.tokenization.text_encoder import Encoder, tokenizer_digest
@@ -65,18 +66,21 @@ class Encoders:
         texts: TextsConfig | None = None,
         labelled: DataConfig | None = None,
         pairs: PairsConfig | None = None,
+        images: ImageTokens | None = None,
     ) -> None:
         self._tokenizer, self._chat, self._end = tokenizer, chat, tokenizer.eos_token_id
         self._texts = TextsConfig() if texts is None else texts
         self._labelled = labelled
         """What says how texts with labels become tokens; None: there are none."""
         self._pairs = PairsConfig() if pairs is None else pairs
+        self.images = images
+        """What images become; None: rows have none."""
 
     @classmethod
-    def of(cls, tokenizer: PreTrainedTokenizerBase, data: DataConfig) -> Encoders:
+    def of(cls, tokenizer: PreTrainedTokenizerBase, data: DataConfig, images: ImageTokens | None = None) -> Encoders:
         """Make those of a run's data."""
         labelled = data if data.format in LABELLED else None
-        return cls(tokenizer, data.chat, data.texts, labelled, data.pairs)
+        return cls(tokenizer, data.chat, data.texts, labelled, data.pairs, images)
 
     # Made on demand: a copy of a large tokenizer takes tenths of a second, and a start needs little.
 
@@ -86,7 +90,7 @@ class Encoders:
 
     @cached_property
     def _conversations(self) -> ChatEncoder:
-        return ChatEncoder(self._tokenizer, self._chat, self._text)
+        return ChatEncoder(self._tokenizer, self._chat, self._text, self.images)
 
     @cached_property
     def _with_labels(self) -> LabelEncoder:
@@ -112,6 +116,8 @@ class Encoders:
             values.append(dataclasses.asdict(self._pairs))
         if (target := self._rows_of_pairs.target_sample()) is not None:
             values.append(target)
+        if self.images is not None:
+            values.append(self.images.digest)
         return hashlib.blake2b(json.dumps(values, sort_keys=True).encode(), digest_size=12).hexdigest()
 
     def digest(self, *, examples: bool) -> str:
@@ -200,7 +206,11 @@ class Encoders:
         if "messages" not in example:
             return self._complete(example["prompt"], example["completion"])
         tools = example.get("tools") or self._chat.tools or None
-        return self._conversations.render(example["messages"], tools, example.get("learned_from", 0))
+        sizes = [(width, height) for width, height in (one["size"] for one in example.get("images", ()))]
+        if sizes and self.images is None:
+            hint = "data.images.used=true, with a model of image and text"
+            raise ContentError("a row has images, and the run reads text alone", found=len(sizes), hint=hint)
+        return self._conversations.render(example["messages"], tools, example.get("learned_from", 0), sizes)
 
     def _complete(self, prompt: str, completion: str) -> Tokens:
         """Give a prompt's own tokens, then its completion's, which are targets.

@@ -18,6 +18,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
+from hfdist.data.sources.images import PLACE
 from hfdist.data.tokenization.chat_template import ChatTemplate, Message, RefusedError, Tools
 
 MARKS = re.compile("[\U00100000-\U0010fffd]")
@@ -270,13 +271,23 @@ def _replacements(messages: Sequence[Message], k: int) -> Iterator[tuple[int, Me
 
 
 def _mark(content: str, number: int) -> str:
-    """Put marks around a content, inside its white space, which templates may trim; without content: none."""
-    body = content.strip()
+    """Put marks around a content, inside its white space, which templates may trim; without content: none.
+
+    Images at its ends stay outside: templates may put them elsewhere.
+    """
+    start, stop = 0, len(content)
+    while start < stop and _is_outside(content[start]):
+        start += 1
+    while start < stop and _is_outside(content[stop - 1]):
+        stop -= 1
+    before, body, after = content[:start], content[start:stop], content[stop:]
     if not body:
         return content
-    before = content[: len(content) - len(content.lstrip())]
-    after = content[len(content.rstrip()) :]
     return f"{before}{chr(_FIRST_MARK + 2 * number)}{body}{chr(_FIRST_MARK + 2 * number + 1)}{after}"
+
+
+def _is_outside(letter: str) -> bool:
+    return letter == PLACE or letter.isspace()
 
 
 def _back_over(text: str, place: int, before: str) -> int:

@@ -59,6 +59,7 @@ def find_hub_names(model: nn.Module) -> HubNames:
     calls give the same.
     """
     if model not in _known:
+        _keep_used_conversions(model)
         _known[model] = _find(model)
     return _known[model]
 
@@ -124,6 +125,13 @@ def _saved_once(model: nn.Module, in_state: Mapping[str, str], shapes: Mapping[s
     except RuntimeError:
         # Tied by the user's code, which transformers would refuse to save.
         return {name: own for name, own in once.items() if name not in ignored}
+
+
+def _keep_used_conversions(model: nn.Module) -> None:
+    """Forget conversions that matched nothing in the files: under ZeRO-3 transformers would revert these, too."""
+    read_with = vars(model).get("_weight_conversions")
+    if read_with is not None:
+        vars(model)["_weight_conversions"] = [one for one in read_with if one.was_used()]
 
 
 @contextmanager

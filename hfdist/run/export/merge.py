@@ -13,7 +13,7 @@ from transformers import AutoConfig, GenerationConfig, PreTrainedConfig, PreTrai
 from hfdist.checkpoint.export import replace_model
 from hfdist.config.model import ModelConfig
 from hfdist.config.task import Head
-from hfdist.models.heads import HEADS
+from hfdist.models.heads import head_class
 from hfdist.models.hub_client import reading_from_hub
 from hfdist.models.names.weight_names import without_report
 from hfdist.trainer.checkpointing.model_files import write_hub_files
@@ -66,7 +66,7 @@ def _open_merged(adapter: Path, base: ModelConfig, config: PreTrainedConfig, hea
     with reading_from_hub("model.name", base.name), without_report():
         # As in the files: under ZeRO-3 the config has the type in which they were read.
         dtype = AutoConfig.from_pretrained(base.name, trust_remote_code=base.trust_remote_code).dtype
-        model = HEADS[head].auto.from_pretrained(
+        model = head_class(head, config).auto.from_pretrained(
             base.name,
             config=config,
             revision=base.revision,

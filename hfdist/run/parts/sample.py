@@ -7,11 +7,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoModelForSeq2SeqLM, PreTrainedTokenizerBase
 
 from hfdist.config.task import Head
 from hfdist.data.documents.examples import Example, take_examples
 from hfdist.data.tokenization.pair_encoder import PairEncoder
+from hfdist.models.heads import head_class
 from hfdist.run.parts.part import Part, warning_of_failure
 from hfdist.run.state import RunState
 
@@ -72,7 +73,7 @@ def sample(
     Gives what it has written: freely, by top-k sampling with a fixed seed, or greedily.
     """
     choice = {"do_sample": True, "top_k": 40, "temperature": 0.8} if is_free else {"do_sample": False}
-    model = AutoModelForCausalLM.from_pretrained(folder).eval()
+    model = head_class(Head.tokens, AutoConfig.from_pretrained(folder)).auto.from_pretrained(folder).eval()
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     # The end of a prompt asks.
     room = max(positions - num_tokens, 1) if isinstance(positions, int) and positions > 0 else len(prompt)

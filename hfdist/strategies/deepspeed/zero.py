@@ -63,6 +63,7 @@ class ZeroStrategy(Strategy):
     """`strategy.sharding=zero1|zero2|zero3`, through accelerate's DeepSpeed plugin."""
 
     used_axes = ()
+    calls_alike = True
 
     def __init__(
         self, topology: Topology, batch: BatchPlan, strategy: StrategyConfig, train: TrainConfig, *, device_type: str

@@ -209,9 +209,13 @@ class WeightedLoss:
 
 
 def _first_row(batch: Batch, num_rows: int) -> Batch:
-    """Give the first row, if all tensors have rows; else the whole batch."""
+    """Give the first row, if all tensors have rows; else the whole batch, as where some are of images.
+
+    As many images as rows need not be one for each row: they have more axes than what is of tokens.
+    """
     tensors = [value for value in batch.values() if isinstance(value, torch.Tensor)]
-    has_rows = all(value.ndim > 0 and len(value) == num_rows for value in tensors)
+    has_rows = all(0 < value.ndim <= 2 and len(value) == num_rows for value in tensors)
+    has_rows = has_rows and not any(value.is_floating_point() and value.ndim == 2 for value in tensors)
     return {name: value[:1] if has_rows and isinstance(value, torch.Tensor) else value for name, value in batch.items()}
 
 

@@ -24,10 +24,12 @@ from hfdist.data.order.records import Records, Status
 from hfdist.data.order.shares import Shares
 from hfdist.data.stream.ledger import read_records
 from hfdist.data.tokenization.encoders import Encoders
+from hfdist.data.tokenization.image_tokens import ImageTokens
 from hfdist.errors import ConfigError, DataError, printable
 from hfdist.host_cores import usable_cores
 from hfdist.models.tokenizer import load_tokenizer
 from hfdist.records import RunFolder
+from hfdist.run.images import images_of_past_run
 from hfdist.run.logs import set_up_logging
 from hfdist.secrets import mask_secrets
 from hfdist.topology import Topology
@@ -50,6 +52,8 @@ class PastRun:
     tokenizer: PreTrainedTokenizerBase
     cursors: list[tuple[int, Cursor]]
     """Step and cursor of each checkpoint that is there, in order of the sequences that were read."""
+    images: ImageTokens | None = None
+    """What images of rows became; None: they had none."""
 
 
 def open_past_run(folder: Path, config: RunConfig, others: Mapping[Path, RunConfig] | None = None) -> PastRun:
@@ -87,7 +91,15 @@ def open_past_run(folder: Path, config: RunConfig, others: Mapping[Path, RunConf
     tokenizer = load_tokenizer(
         config.model, corpus_id=corpus.fingerprint, texts=corpus.training_texts, cache_dir=cache_dir(config.data)
     )
-    return PastRun(folder=folder, config=config, ledger=ledger, corpus=corpus, tokenizer=tokenizer, cursors=cursors)
+    return PastRun(
+        folder=folder,
+        config=config,
+        ledger=ledger,
+        corpus=corpus,
+        tokenizer=tokenizer,
+        images=images_of_past_run(config, tokenizer),
+        cursors=cursors,
+    )
 
 
 def read_ledger(folder: Path, lanes: int) -> list[Records]:
@@ -178,7 +190,7 @@ def prove_once(run: PastRun, *, processes: int | None = None) -> Iterator[str]:
     """
     shares = run.config.islands.shares
     batch = shares * run.config.train.global_batch_size
-    stream = TokenStream(run.corpus, run.tokenizer, run.config.data, global_batch_size=batch)
+    stream = TokenStream(run.corpus, run.tokenizer, run.config.data, global_batch_size=batch, images=run.images)
     if processes is None:
         processes = usable_cores() if sum(map(len, run.ledger)) >= _MANY_RECORDS else 1
     audit = Audit(
@@ -232,7 +244,7 @@ def describe_step(run: PastRun, step: int, *, shows_all_text: bool) -> Iterator[
     if run.config.islands.shares > 1:
         what = "the ledger of an island does not tell its steps apart: lanes come and go"
         raise ConfigError(what, where="step (command line)", found=step, hint="the audit without step=")
-    documents = Documents(run.corpus, Encoders.of(run.tokenizer, data), open_token_cache(data), data)
+    documents = Documents(run.corpus, Encoders.of(run.tokenizer, data, run.images), open_token_cache(data), data)
     num_before, batches = batches_of_steps(run.ledger, batch)
     first, last = num_before + 1, num_before + len(batches)
     if not first <= step <= last:

@@ -242,11 +242,15 @@ BAD = {
     "no messages": ({"messages": []}, "the conversation is empty", None),
     "no role": ({"messages": [{"content": "a"}]}, r"no role: messages\[0\]", "{'content': 'a'}"),
     "no content": ({"messages": [{"role": "user"}]}, r"no content: messages\[0\]", "{'role': 'user'}"),
-    "a picture": ({"messages": [{"role": "user", "content": [{"type": "image"}]}]}, "no text", "[{'type': 'image'}]"),
-    "a picture beside text": (
-        {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "image"}]}]},
-        "learn from text alone",
-        "[{'type': 'text', 'text': 'a'}, {'type': 'image'}]",
+    "a picture": (
+        {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
+        "images than places",
+        "images: 0; places: 1",
+    ),
+    "a sound beside text": (
+        {"messages": [{"role": "user", "content": [{"type": "text", "text": "a"}, {"type": "audio"}]}]},
+        "neither text nor an image",
+        "[{'type': 'text', 'text': 'a'}, {'type': 'audio'}]",
     ),
     "a number": ({"instruction": "a", "output": 3}, "no text: output", "3"),
     "a turn that is no pair": (

@@ -1,0 +1,65 @@
+"""Images of sequences: decoded where sequences are read ahead, so that the rank itself never waits for one.
+
+A row whose image turns out to be damaged has its place already. As a quarantined one, it keeps the place, and teaches
+nothing: its images are black and its tokens have no targets.
+"""
+
+from __future__ import annotations
+
+import logging
+
+from PIL import Image
+
+from hfdist.config.data import BadRows, DataConfig
+from hfdist.data.documents.bad_rows import with_way_out
+from hfdist.data.documents.corpus import Corpus
+from hfdist.data.marks import are_images
+from hfdist.data.order.records import numbers_of
+from hfdist.data.packing.sequence import Sequence
+from hfdist.data.sources.base import ContentError
+from hfdist.data.sources.images import decode
+from hfdist.data.tokenization.image_tokens import ImageTokens
+from hfdist.errors import DataError
+
+logger = logging.getLogger(__name__)
+
+
+class ImageReader:
+    """Gives sequences of one document each the tensors of their images."""
+
+    def __init__(self, corpus: Corpus, images: ImageTokens, config: DataConfig) -> None:
+        self._corpus, self._images, self._stops = corpus, images, config.on_bad_rows is BadRows.error
+
+    def read(self, sequence: Sequence) -> Sequence:
+        """Give a sequence with its images; one without as it is.
+
+        DataError: an image is damaged and `data.on_bad_rows` is `error`, or the data have changed.
+        """
+        num_features = sum(int(are_images(part).sum()) for part in sequence.parts)
+        if not num_features:
+            return sequence
+        (document,) = numbers_of(sequence.records).tolist()
+        files = self._corpus.images(document)
+        if sum(self._images.num_features(file.size) for file in files) != num_features:
+            what, hint = "the row has other images than when its tokens were made", "the images as they were"
+            raise DataError(what, where=str(self._corpus.origin(document)), hint=hint)
+        try:
+            return sequence._replace(images=self._images.inputs([decode(file) for file in files]))
+        except ContentError as error:
+            error = self._of_row(error, document)
+            if self._stops:
+                raise error from None
+            black = [Image.new("RGB", file.size) for file in files]
+            return sequence._replace(
+                images=self._images.inputs(black),
+                blanks=[(0, sum(sequence.lengths))],
+                problems=(*sequence.problems, str(error)),
+            )
+
+    def _of_row(self, error: ContentError, document: int) -> ContentError:
+        """Give the error with the row that it is of, and what to do."""
+        shard, first = self._corpus.shard_of(document)
+        error.where = f"{shard.name}, row {document - first}"
+        found = with_way_out(error, shard, str(self._corpus.origin(document)), is_alone=len(self._corpus.shards) == 1)
+        assert isinstance(found, ContentError)
+        return found

@@ -1,0 +1,257 @@
+"""Images of rows: where their bytes come from, what is refused of them before they are decoded, and their pixels.
+
+An example holds its images by what is known without decoding them: a digest and a size. `PLACE` stands in its messages
+where an image does. The bytes go beside the text (`WithImages`), and only a loader decodes them.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import io
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple, cast
+
+from PIL import Image, ImageOps, UnidentifiedImageError
+
+from hfdist.data.sources.base import ContentError
+
+PLACE = "\U000ffff2"
+"""Private character that stands for an image in the text of a message."""
+IMAGES = "images"
+"""Key of an example's images; in a message, until they are taken, of those that its parts bring themselves."""
+COLUMNS = ("images", "image")
+"""Columns of a row that hold images."""
+_LITERAL = "<image>"
+"""What stands for an image in the texts of LLaVA's and LLaMA-Factory's data."""
+_FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP")
+_DEEP = ("I", "F", "I;16", "I;16B", "I;16L", "I;16N")
+"""PIL's modes with more than 8 bits a channel; PIL would cut them off."""
+_ORIENTATION = 0x0112
+_SIDEWAYS = (5, 6, 7, 8)
+"""Orientations in EXIF by which width and height change places."""
+_SHOWN_CHARACTERS = 80
+
+
+@dataclass(frozen=True)
+class ImageRules:
+    """What images of a source may be."""
+
+    folder: str | None = None
+    """Folder in which paths are looked up, and which they may not leave; None: rows may have no paths."""
+    max_bytes: int = 32 * 2**20
+    max_pixels: int = 64_000_000
+
+
+class ImageFile(NamedTuple):
+    """An image that is not decoded yet."""
+
+    data: bytes | None
+    """None: the bytes are in a file."""
+    path: str | None
+    size: tuple[int, int]
+    """Width and height, as it is to be shown."""
+    rules: ImageRules
+    """Those of its source."""
+
+
+class WithImages(str):
+    """The text of an example, with the images that it names, in their order."""
+
+    files: tuple[ImageFile, ...] = ()
+
+
+def take_images(
+    example: dict[str, Any], row: Mapping[str, object], rules: ImageRules | None
+) -> tuple[dict[str, Any], tuple[ImageFile, ...]]:
+    """Give an example with what is known of its images, and these; one without images as it is.
+
+    Args:
+        example: in its canonical form, with what the parts of messages bring themselves.
+        row: the columns that it was made of.
+        rules: of its source; None: columns of images are not read.
+
+    Raises:
+        ContentError: an image that is not there or is refused; more or fewer images than places for them.
+    """
+    given = [value for name in COLUMNS for value in _listed(row.get(name))] if rules is not None else []
+    messages = example.get("messages")
+    if messages is None:
+        if given:
+            raise ContentError("images stand in the turns of a chat, and this row has none", allowed="messages")
+        return example, ()
+    brought = [ref for message in messages for ref in message.pop(IMAGES, ())]
+    if given and not any(PLACE in message.get("content", "") for message in messages):
+        _find_places(messages, len(given))
+    num_places = sum(message.get("content", "").count(PLACE) for message in messages)
+    refs = brought or given
+    if rules is None and num_places + len(brought):
+        raise ContentError("a part is an image, and the model reads text alone", allowed="parts of type text")
+    if num_places != len(refs) or (brought and given):
+        found = f"images: {len(brought) + len(given)}; places: {num_places}"
+        raise ContentError("there are more or fewer images than places for them", found=found, allowed="as many")
+    if rules is None or not refs:
+        return example, ()
+    if any(PLACE in m.get("content", "") for m in messages if m["role"] == "assistant"):
+        raise ContentError("an image stands in what the assistant says, and models learn to write text alone")
+    opened = [_open(ref, rules) for ref in refs]
+    known = [{"digest": digest, "size": list(file.size)} for digest, file in opened]
+    return example | {IMAGES: known}, tuple(file for _, file in opened)
+
+
+def part_of(part: Mapping[str, object]) -> object:
+    """Give what a part of a message of type image says of its image; None: it is in a column of the row."""
+    found = next((part[name] for name in ("image", "path", "url", "image_url", "base64") if part.get(name)), None)
+    if isinstance(found, str) and part.get("base64") is found:
+        return f"data:;base64,{found}"
+    # As OpenAI has it.
+    return found["url"] if isinstance(found, Mapping) and "url" in found else found
+
+
+def decode(file: ImageFile) -> Image.Image:
+    """Give the pixels of an image in RGB, upright; ContentError: it is damaged, or another one than it was."""
+    where = file.path
+    data = _bytes_of(str(where), file.rules) if file.data is None else file.data
+    try:
+        with _header(data, file.rules) as image:
+            image.load()
+            upright = ImageOps.exif_transpose(image).convert("RGB")
+    # Whatever a decoder raises on bytes of somebody else's: it has many kinds of errors.
+    except (
+        OSError,
+        ValueError,
+        SyntaxError,
+        EOFError,
+        IndexError,
+        TypeError,
+        ZeroDivisionError,
+        OverflowError,
+    ) as error:
+        raise ContentError(f"the image is damaged: {' '.join(str(error).split())[:200]}", found=where) from error
+    if upright.size != file.size:
+        raise ContentError("the image has another size than at first", found=where or f"{upright.size}")
+    return upright
+
+
+def _listed(value: object) -> Sequence[object]:
+    return () if value is None else value if isinstance(value, list) else [value]
+
+
+def _find_places(messages: Sequence[dict[str, Any]], num_images: int) -> None:
+    """Put places where the texts say `<image>`; where none does, all images before the first question, as in TRL."""
+    asked = [message for message in messages if message["role"] != "assistant" and message.get("content")]
+    if any(_LITERAL in message["content"] for message in asked):
+        for message in asked:
+            message["content"] = message["content"].replace(_LITERAL, PLACE)
+    elif (first := next((one for one in asked if one["role"] == "user"), None)) is not None:
+        first["content"] = PLACE * num_images + first["content"]
+
+
+def _open(ref: object, rules: ImageRules) -> tuple[str, ImageFile]:
+    """Give the digest of an image's bytes, and the image."""
+    path = None
+    if isinstance(ref, Mapping):
+        # As `datasets` writes its feature Image.
+        ref = ref.get("bytes") or ref.get("path")
+    if isinstance(ref, str) and ref.startswith("data:"):
+        ref = _decoded(ref, rules)
+    if isinstance(ref, str):
+        path, data = ref, _bytes_of(ref, rules)
+    elif isinstance(ref, bytes):
+        data = ref
+    else:
+        allowed = "a path, or bytes as datasets' Image has them"
+        raise ContentError("this is no image", found=f"{ref!r:.{_SHOWN_CHARACTERS}}", allowed=allowed)
+    with _header(data, rules) as image:
+        width, height = image.size
+        if _orientation(image) in _SIDEWAYS:
+            width, height = height, width
+    digest = hashlib.blake2b(data, digest_size=12).hexdigest()
+    return digest, ImageFile(None if path is not None else data, path, (width, height), rules)
+
+
+def _decoded(address: str, rules: ImageRules) -> bytes:
+    """Give the bytes of a `data:` address."""
+    head, _, body = address.partition(",")
+    if not head.endswith(";base64") or len(body) * 3 // 4 > rules.max_bytes:
+        raise ContentError("this address holds no image that is read", found=head[:_SHOWN_CHARACTERS])
+    try:
+        return base64.b64decode(body, validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise ContentError(f"this address is no base64: {error}", found=head[:_SHOWN_CHARACTERS]) from error
+
+
+def _bytes_of(path: str, rules: ImageRules) -> bytes:
+    """Read the file of an image, which is in the folder of its source."""
+    shown = path[:_SHOWN_CHARACTERS]
+    if "://" in path:
+        hint = "paths in the folder of the source, or the bytes in a column of parquet"
+        raise ContentError("an image is at an address, and nothing is fetched for a row", found=shown, hint=hint)
+    if rules.folder is None:
+        hint = "the bytes in a column of parquet"
+        raise ContentError("the source is no folder of this machine, so its rows have no paths", found=shown, hint=hint)
+    folder = Path(rules.folder).resolve()
+    try:
+        # Links are followed first: one may lead out of the folder.
+        file = (folder / path).resolve(strict=True)
+        if not file.is_relative_to(folder):
+            raise ContentError("the path of an image leaves the folder of its source", found=shown, allowed=str(folder))
+        if not file.is_file():
+            raise ContentError("the path of an image is no file", found=shown)
+        size_bytes = file.stat().st_size
+        _check_bytes(size_bytes, rules, shown)
+        with file.open("rb") as opened:
+            # It may have grown.
+            return opened.read(rules.max_bytes)
+    except (OSError, ValueError, RuntimeError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise ContentError(f"an image cannot be read: {reason}", found=shown) from error
+
+
+def _check_bytes(size_bytes: int, rules: ImageRules, shown: str | None = None) -> None:
+    if size_bytes > rules.max_bytes:
+        found = f"{size_bytes:,} bytes" if shown is None else f"{shown}, {size_bytes:,} bytes"
+        allowed = f"{rules.max_bytes:,} (data.images.max_bytes)"
+        raise ContentError("an image has too many bytes", found=found, allowed=allowed)
+
+
+def _header(data: bytes, rules: ImageRules) -> Image.Image:
+    """Open an image without decoding it; ContentError: nothing of it is decoded."""
+    _check_bytes(len(data), rules)
+    try:
+        image = Image.open(io.BytesIO(data), formats=_FORMATS)
+        is_animated = bool(getattr(image, "is_animated", False))
+    except (Image.DecompressionBombError, Image.DecompressionBombWarning) as error:
+        raise ContentError("an image has too many pixels", found=str(error)[:_SHOWN_CHARACTERS]) from error
+    except UnidentifiedImageError as error:
+        allowed = ", ".join(_FORMATS)
+        raise ContentError("these bytes are no image", found=repr(data[:16]), allowed=allowed) from error
+    except (OSError, ValueError, SyntaxError, EOFError, IndexError, TypeError) as error:
+        raise ContentError(f"the image is damaged: {' '.join(str(error).split())[:200]}") from error
+    pixels = image.width * image.height
+    if not 0 < pixels <= rules.max_pixels:
+        found, allowed = f"{image.width} x {image.height}", f"{rules.max_pixels:,} (data.images.max_pixels)"
+        raise ContentError("an image has too many pixels", found=found, allowed=allowed)
+    if is_animated:
+        raise ContentError("an image has several frames", found=image.format, allowed="one frame")
+    if image.mode in _DEEP:
+        allowed = "8 bits a channel, such as RGB, L, P and CMYK"
+        raise ContentError("an image has more than 8 bits a channel", found=image.mode, allowed=allowed)
+    return image
+
+
+def _orientation(image: Image.Image) -> int:
+    """Give the orientation that EXIF says in the header; 1: upright."""
+    # Not `getexif`: of a PNG it decodes all pixels.
+    data = image.info.get("exif")
+    if not data:
+        return 1
+    exif = Image.Exif()
+    try:
+        exif.load(data)
+    except (OSError, ValueError, SyntaxError, TypeError, IndexError, KeyError):
+        return 1
+    return cast(int, exif.get(_ORIENTATION, 1))

@@ -1,0 +1,136 @@
+"""What a model's own processor makes of images: the text in the place of each, and the tensors that a forward takes.
+
+row          text with a place for an image, and its size
+expansion    <image><image><image><image>            of a blank image of that size: no pixel is decoded yet
+inputs       pixel_values, image_grid_thw, ...       in a loader, from pixels
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from functools import cached_property, lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from PIL import Image
+from transformers import ProcessorMixin
+
+from hfdist.errors import ConfigError, first_line
+
+Inputs = Mapping[str, NDArray[Any]]
+"""Arrays by the names that a forward has for them; the first axis is of images, patches or rows."""
+_KINDS = ("mm_token_type_ids", "token_type_ids")
+"""Names that forwards have for which tokens stand for images."""
+_KNOWN_SIZES = 4096
+_SMALL_SIZES = ((32, 32), (256, 32), (448, 32))
+"""Images of which the one with the fewest tokens stands where there is none: some types cut squares into tiles."""
+
+
+class ImageTokens:
+    """A model's processor, as rows and batches need it.
+
+    ConfigError: it does not say what it writes for an image.
+    """
+
+    def __init__(self, processor: ProcessorMixin) -> None:
+        own: Any = processor
+        self._processor = own
+        self._expansion = lru_cache(_KNOWN_SIZES)(self._expand)
+        try:
+            self.token = str(own.image_token)
+            """What the chat template writes for an image."""
+            self.ids = np.array([number for number in own.image_token_ids if number is not None])
+            """Tokens that stand for features in the text of an image."""
+            self.expansion((32, 32))
+        except (AttributeError, KeyError, TypeError, NotImplementedError, ValueError, IndexError) as error:
+            raise ConfigError(
+                "this type's processor does not say what it writes for an image",
+                where="model.name",
+                found=f"{type(processor).__name__}: {first_line(error)}",
+                allowed="a processor with image_token and replace_image_token, as most of transformers' types have",
+                hint="data.images.used=false trains on text alone",
+            ) from error
+
+    def expansion(self, size: tuple[int, int]) -> str:
+        """Give the text in the place of an image of a width and a height."""
+        return self._expansion(size)[0]
+
+    def num_features(self, size: tuple[int, int]) -> int:
+        """Give the number of tokens that stand for features of an image of a width and a height."""
+        return self._expansion(size)[1]
+
+    def _expand(self, size: tuple[int, int]) -> tuple[str, int]:
+        made = self._call([Image.new("RGB", size)], return_text_replacement_offsets=True)
+        [[replaced]], [ids] = made["text_replacement_offsets"], made["input_ids"]
+        return str(replaced["replacement"]), int(np.isin(ids, self.ids).sum())
+
+    def inputs(self, images: Sequence[Image.Image]) -> dict[str, NDArray[Any]]:
+        """Give the tensors of the images of a row, which has one or more."""
+        made = self._call(images, return_tensors="pt")
+        return {name: torch.as_tensor(value).numpy() for name, value in made.items() if name not in self.text_names}
+
+    text_names = ("input_ids", "attention_mask", "labels", *_KINDS)
+    """Names of what a batch has for each token."""
+
+    def row(
+        self, ids: NDArray[np.integer], are_features: NDArray[np.bool_], labels: NDArray[np.integer]
+    ) -> dict[str, torch.Tensor]:
+        """Give what a forward takes of the tokens of a row; all are of shape [tokens], int64."""
+        made = {"input_ids": torch.from_numpy(ids), "labels": torch.from_numpy(labels)}
+        made["attention_mask"] = torch.ones_like(made["input_ids"])
+        return made | ({} if self.kinds is None else {self.kinds: torch.from_numpy(are_features.astype(np.int64))})
+
+    @cached_property
+    def kinds(self) -> str | None:
+        """The forward's name for which tokens stand for images; None: it asks for none."""
+        made = self._call([Image.new("RGB", (32, 32))])
+        return next((name for name in _KINDS if name in made), None)
+
+    @cached_property
+    def none(self) -> tuple[list[int], dict[str, NDArray[Any]]]:
+        """Tokens and tensors of a small image, for batches without one."""
+        images = [Image.new("RGB", size) for size in _SMALL_SIZES]
+        tokens = [self._call([image], add_special_tokens=False)["input_ids"][0] for image in images]
+        number = min(range(len(tokens)), key=lambda n: len(tokens[n]))
+        return list(tokens[number]), self.inputs([images[number]])
+
+    def example(self) -> dict[str, torch.Tensor]:
+        """Give a batch of one row with a small image, all of whose tokens but the first are targets."""
+        tokens, inputs = self.none
+        ids = np.array([*tokens, 0, 1, 2, 3], dtype=np.int64)
+        row = self.row(ids, np.isin(ids, self.ids), ids.copy())
+        return {name: values[None] for name, values in row.items()} | {
+            name: torch.from_numpy(values) for name, values in inputs.items()
+        }
+
+    @cached_property
+    def digest(self) -> str:
+        """Hash of all that decides what becomes of an image."""
+        processor = self._processor
+        parts = [type(processor).__name__, self.token, self.ids.tolist(), processor.image_processor.to_dict()]
+        numbers = {name: value for name, value in vars(processor).items() if isinstance(value, (int, float, str))}
+        written = json.dumps([*parts, numbers], sort_keys=True, default=str)
+        return hashlib.blake2b(written.encode(), digest_size=12).hexdigest()
+
+    def _call(self, images: Sequence[Image.Image], **how: object) -> Mapping[str, Any]:
+        made: Mapping[str, Any] = self._processor(text=[self.token * len(images)], images=list(images), **how)
+        return made
+
+
+def stack_inputs(rows: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """Put the tensors of rows one after the other; axes of other lengths are filled up with zeros at their ends."""
+    names = dict.fromkeys(name for row in rows for name in row)
+    return {name: _stack([row[name].numpy() for row in rows if name in row]) for name in names}
+
+
+def _stack(arrays: Sequence[NDArray[Any]]) -> torch.Tensor:
+    most = np.max([array.shape[1:] for array in arrays], axis=0, initial=0) if arrays[0].ndim > 1 else ()
+    filled = [
+        np.pad(array, [(0, 0), *((0, int(size) - own) for size, own in zip(most, array.shape[1:], strict=True))])
+        for array in arrays
+    ]
+    return torch.from_numpy(np.concatenate(filled))

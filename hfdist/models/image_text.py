@@ -1,0 +1,142 @@
+"""Models of image and text: which types they are, their parts by structure, and what of them no gradient reaches.
+
+tower        reads pixels: a vision encoder
+projector    makes features of the tower's states: whatever is in neither of the others
+language     reads features and tokens, with the embeddings and the head
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+)
+
+from hfdist.errors import first_line
+from hfdist.models.shrink import shrink
+
+logger = logging.getLogger(__name__)
+
+TOWER, PROJECTOR, LANGUAGE = "tower", "projector", "language"
+_MARK = "hfdist_reads_images"
+
+
+def may_read_images(architecture: PreTrainedConfig) -> bool:
+    """Whether transformers makes a model of image and text of a config.
+
+    Some types have a class for text alone, too: of these, the config of a checkpoint names its own class.
+    """
+    kind = architecture.model_type
+    own, of_text = (
+        names.get(kind) for names in (MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+    )
+    if own is None:
+        return False
+    return of_text in (None, own) or own in (getattr(architecture, "architectures", None) or ())
+
+
+def names_of_parts(model: PreTrainedModel) -> dict[str, list[str]]:
+    """Give the names of the parameters of each part; the model is whole, with or without an adapter.
+
+    A tied parameter belongs to the language where one of its names does. Without a tower that can be told from the
+    rest, as in Fuyu, the projector has all that reads pixels.
+    """
+    language = {id(parameter) for module in _writers(model) for parameter in module.parameters()}
+    tower: Any = model.get_encoder(modality="image")
+    is_apart = isinstance(tower, nn.Module) and not any(id(p) in language for p in tower.parameters())
+    seeing = {id(parameter) for parameter in tower.parameters()} if is_apart else set()
+    found: dict[str, list[str]] = {TOWER: [], PROJECTOR: [], LANGUAGE: []}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        part = LANGUAGE if id(parameter) in language else TOWER if id(parameter) in seeing else PROJECTOR
+        found[part].append(name)
+    return found
+
+
+def _writers(model: PreTrainedModel) -> Iterator[nn.Module]:
+    yield model.get_decoder()
+    for end in (model.get_input_embeddings(), model.get_output_embeddings()):
+        if end is not None:
+            yield end
+
+
+def read_images(model: PreTrainedModel, *, unreached: Collection[str]) -> None:
+    """Let a model read the images of a run: freeze what nothing reaches, and mark it for `reads_images`; in place.
+
+    Args:
+        model: whole.
+        unreached: of `find_unreached`.
+    """
+    owners = {name.rpartition(".")[0] for name in unreached}
+    for name, parameter in model.named_parameters():
+        # An adapter's weights stand within the layer beside which they are.
+        if from_the_end(model, name) in unreached or any(_is_within(from_the_end(model, name), one) for one in owners):
+            parameter.requires_grad_(False)
+    setattr(model, _MARK, True)
+
+
+def _is_within(name: str, owner: str) -> bool:
+    return bool(owner) and ".lora_" in name and name.startswith(f"{owner}.")
+
+
+def read_text_alone(model: PreTrainedModel) -> None:
+    """Freeze what only images reach, in place; the model is whole."""
+    parts = names_of_parts(model)
+    for name in (*parts[TOWER], *parts[PROJECTOR]):
+        model.get_parameter(name).requires_grad_(False)
+
+
+def reads_images(model: nn.Module) -> bool:
+    """Whether the model is trained on images. Then all that is trained has a gradient in each step, of zeros too."""
+    return bool(getattr(model, _MARK, False))
+
+
+def from_the_end(model: nn.Module, name: str) -> str:
+    """Give a name whose numbers in lists of modules count from the end, as they stand in a model of another depth."""
+    parts: list[str] = name.split(".")
+    module: Any = model
+    for place, part in enumerate(parts):
+        length = len(module) if isinstance(module, nn.ModuleList) else 0
+        module = getattr(module, part, None)
+        if length:
+            parts[place] = str(int(part) - length)
+        if not isinstance(module, nn.Module):
+            break
+    return ".".join(parts)
+
+
+def find_unreached(architecture: PreTrainedConfig, batch: Mapping[str, torch.Tensor]) -> frozenset[str]:
+    """Run a small model of the same type on an image, and name the parameters that get no gradient: `from_the_end`.
+
+    LLaVA and its kin read the states before the tower's last block, so that this one is never trained.
+
+    Args:
+        architecture: of the model.
+        batch: what a forward takes, of a row with an image, and labels.
+
+    Returns:
+        None of them where no small model can be made, which is told.
+    """
+    with torch.random.fork_rng(devices=[]):
+        try:
+            config = shrink(architecture, vocab_size=architecture.get_text_config().vocab_size)
+            config._attn_implementation = "eager"
+            # By its constructor: `from_config` would partition it under ZeRO-3.
+            made: Any = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)]
+            small = made(config).float()
+            with torch.no_grad():
+                for parameter in small.parameters():
+                    # Some begin as zeros, by which nothing would reach what stands before them.
+                    parameter.add_(torch.randn_like(parameter) * 0.02)
+            small(**batch).loss.backward()
+        except Exception as error:  # whatever a model raises that cannot be made small
+            logger.info("images: what they never reach in the model is not known: %s", first_line(error))
+            return frozenset()
+    return frozenset(from_the_end(small, name) for name, p in small.named_parameters() if p.grad is None)

@@ -1,0 +1,137 @@
+"""Models of image and text: rows with and without images at random over ranks, the same in every layout."""
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import AutoModelForImageTextToText, AutoProcessor
+
+from hfdist.errors import ConfigError
+from hfdist.run import prepare_run
+from tests.distributed.image_runs import STEPS, finetune, make_config, write_rows
+from tests.distributed.runs import eval_losses, losses, weights
+from tests.image_models import FAMILIES, save_model
+from tests.marks import many
+
+pytestmark = pytest.mark.distributed
+
+TOWERS = ("vision", "visual")
+"""What stands in the names of a tower's weights, in all families."""
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory):
+    folder, known = tmp_path_factory.mktemp("models"), {}
+
+    def of(family):
+        if family not in known:
+            known[family] = save_model(family, folder / family)
+        return known[family]
+
+    return of
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory):
+    return write_rows(tmp_path_factory.mktemp("rows"))
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory):
+    return write_rows(tmp_path_factory.mktemp("texts"), most_images=-1)
+
+
+@pytest.fixture(scope="module")
+def single(tmp_path_factory, models, rows, cache_dir):
+    folder, known = tmp_path_factory.mktemp("single"), {}
+
+    def of(family):
+        if family not in known:
+            known[family] = finetune(folder / family, models(family), rows, 1)
+        return known[family]
+
+    return of
+
+
+def check_equal(run, reference):
+    assert losses(run) == pytest.approx(losses(reference), rel=1e-5)
+    assert len(set(losses(run))) == STEPS
+    assert eval_losses(run) == pytest.approx(eval_losses(reference), rel=1e-5)
+    own, wanted = weights(run), weights(reference)
+    assert own.keys() == wanted.keys()
+    for name, value in wanted.items():
+        torch.testing.assert_close(own[name], value, rtol=1e-4, atol=2e-5, msg=name)
+
+
+@pytest.mark.parametrize(
+    ("family", "layout", "num_ranks"),
+    [
+        # LLaVA's last tower block is never reached.
+        ("llava", "zero3", 2),
+        ("gemma3", "ddp", 2),
+        ("qwen2_5_vl", "fsdp2", 2),
+        many("llava", "single train.micro_batch_size=4", 1),
+        *(
+            many(family, layout, 2)
+            for family in FAMILIES
+            for layout in ("ddp", "zero1", "zero2", "zero3", "fsdp2", "zero3 train.micro_batch_size=2")
+        ),
+        many("qwen2_5_vl", "zero3 adapter=lora", 2),
+        many("llava", "zero3", 4),
+    ],
+)
+def test_a_layout_changes_nothing(single, models, rows, tmp_path, family, layout, num_ranks):
+    run = finetune(tmp_path, models(family), rows, num_ranks, f"strategy={layout.split()[0]}", *layout.split()[1:])
+    check_equal(run, single(family))
+
+
+def test_the_folder_opens_with_its_processor_and_what_no_image_reaches_stays(single, models):
+    run, before = single("llava"), load_file(models("llava") / "model.safetensors")
+    moved = {name for name, value in weights(run).items() if not torch.equal(value, before[name])}
+    unreached = {name for name in before if "encoder.layers.1." in name or "post_layernorm" in name}
+    assert moved.isdisjoint(unreached)
+    # No attention depends on what is added to all keys.
+    assert all(name.endswith("k_proj.bias") for name in before.keys() - moved - unreached)
+    model = AutoModelForImageTextToText.from_pretrained(run / "model")
+    assert torch.equal(model.lm_head.weight, weights(run)["language_model.lm_head.weight"])
+    opened, wanted = (AutoProcessor.from_pretrained(folder) for folder in (run / "model", models("llava")))
+    assert opened.chat_template == wanted.chat_template
+    assert opened.image_processor.to_dict() == wanted.image_processor.to_dict()
+
+
+@pytest.mark.parametrize(
+    ("family", "layout", "num_ranks"),
+    [
+        ("gemma3", "single", 1),
+        ("gemma3", "zero3", 2),
+        ("gemma3", "pipeline", 2),
+        many("gemma3", "ddp", 2),
+        many("gemma3", "fsdp2", 2),
+        many("llava", "pipeline", 2),
+        many("llava", "ddp", 2),
+    ],
+)
+def test_text_alone_keeps_what_reads_images(models, texts, tmp_path, family, layout, num_ranks, cache_dir):
+    run = finetune(tmp_path, models(family), texts, num_ranks, f"strategy={layout}")
+    before, after = load_file(models(family) / "model.safetensors"), weights(run)
+    assert before.keys() == after.keys()
+    for name, value in before.items():
+        is_seeing = any(word in name for word in (*TOWERS, "multi_modal"))
+        assert torch.equal(after[name], value) == is_seeing, name
+    assert (run / "model" / "preprocessor_config.json").is_file()
+
+
+def test_parts_are_frozen_by_their_names(models, rows, tmp_path, cache_dir):
+    run = finetune(tmp_path, models("idefics3"), rows, 1, "train.train_only=[projector,language]", "train.max_steps=2")
+    before = load_file(models("idefics3") / "model.safetensors")
+    for name, value in weights(run).items():
+        assert torch.equal(value, before[name]) == ("vision" in name) or name.endswith("k_proj.bias"), name
+
+
+def test_a_layout_that_divides_the_model_is_refused_before_weights(models, rows, tmp_path, cache_dir, monkeypatch):
+    for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
+    run = prepare_run(make_config(tmp_path, models("llava"), rows, "strategy=pipeline"))
+    run.find_model()
+    with pytest.raises(ConfigError, match="tower") as caught:
+        run.open_data()
+    assert caught.value.where == "strategy.pipeline"

@@ -1,0 +1,384 @@
+"""Rows with images: what they become beside each type's own processor, and what is refused of them."""
+
+import base64
+import dataclasses
+import io
+import json
+import re
+
+import datasets
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+from hfdist.config.data import (
+    BadRows,
+    ChatConfig,
+    DataConfig,
+    ImagesConfig,
+    Packing,
+    RowFormat,
+    SourceConfig,
+    TooLong,
+)
+from hfdist.data import TokenStream, build_held_out, have_images, open_corpus
+from hfdist.data.marks import are_images, are_targets, ids_of
+from hfdist.data.packing.sequence import IGNORED, stack_rows
+from hfdist.data.sources.base import BadRow
+from hfdist.data.sources.images import PLACE, ImageRules, WithImages, decode
+from hfdist.data.sources.rows import RowReader
+from hfdist.data.tokenization.encoders import Encoders
+from hfdist.data.tokenization.image_tokens import ImageTokens
+from hfdist.errors import ConfigError, DataError
+from hfdist.models.image_text import LANGUAGE, PROJECTOR, TOWER, find_unreached, from_the_end, names_of_parts
+from tests.image_models import FAMILIES, draw, make_model, make_processor
+
+ASKED, SAID = "what is in this picture?", "a red square"
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def processor(request):
+    return make_processor(request.param)
+
+
+@pytest.fixture(scope="module")
+def llava():
+    return make_processor("llava")
+
+
+def turns(*parts):
+    content = [{"type": "image"} if part is None else {"type": "text", "text": part} for part in parts]
+    return [{"role": "user", "content": content}, {"role": "assistant", "content": SAID}]
+
+
+def png(number=1, **how):
+    written = io.BytesIO()
+    draw(number).save(written, how.pop("format", "PNG"), **how)
+    return written.getvalue()
+
+
+def write(folder, rows):
+    """Rows of JSON, with two images beside them."""
+    for number in (1, 2):
+        draw(number).save(folder / f"{number}.png")
+    (folder / "rows.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    return folder / "rows.jsonl"
+
+
+def config_of(path, cache_dir, **settings):
+    defaults = {"sequence_length": 256, "lanes": 1, "workers": 0, "eval_fraction": 0.0, "packing": Packing.none}
+    defaults |= {"format": RowFormat.auto, "too_long": TooLong.truncate_end, "cache_dir": str(cache_dir)}
+    return DataConfig(sources={"x": SourceConfig(path=str(path), epochs=1)}, **defaults | settings)
+
+
+def stream_of(config, processor, given=None):
+    return TokenStream(open_corpus(config, given), processor.tokenizer, config, images=ImageTokens(processor))
+
+
+# ---- beside the processor ----
+
+
+@pytest.mark.parametrize("parts", [(None, ASKED), (ASKED, None, "and here", None), (ASKED,)], ids=len)
+def test_tokens_are_those_of_the_processor_and_answers_are_learned(processor, parts):
+    images = [draw(number) for number in range(parts.count(None))]
+    said = "".join(PLACE if part is None else part for part in parts)
+    messages = [{"role": "user", "content": said}, {"role": "assistant", "content": SAID}]
+    example = {"messages": messages} | ({"images": [{"size": image.size} for image in images]} if images else {})
+    [tokens] = Encoders(processor.tokenizer, ChatConfig(), images=ImageTokens(processor)).encode_examples(
+        [json.dumps(example)]
+    )
+    parted = [{**turn, "content": _in_parts(turn["content"])} for turn in turns(*parts)]
+    text = processor.apply_chat_template(parted, tokenize=False)
+    wanted = processor(text=[text], images=images or None, add_special_tokens=False)
+    assert ids_of(tokens).tolist() == wanted["input_ids"][0]
+    assert processor.tokenizer.decode(ids_of(tokens)[are_targets(tokens)]) == f"{SAID}<|im_end|>"
+    assert are_images(tokens).any() == bool(images)
+    for kinds in {"mm_token_type_ids", "token_type_ids"} & wanted.keys() if images else ():
+        assert are_images(tokens).astype(int).tolist() == list(wanted[kinds][0])
+
+
+def _in_parts(content):
+    return content if isinstance(content, list) else [{"type": "text", "text": content}]
+
+
+def test_what_a_message_only_quotes_is_no_image(llava):
+    message = {"role": "user", "content": f"{PLACE}the word <image> is written"}
+    example = {"messages": [message, {"role": "assistant", "content": SAID}], "images": [{"size": [40, 40]}]}
+    encoders = Encoders(llava.tokenizer, ChatConfig(), images=ImageTokens(llava))
+    [tokens] = encoders.encode_examples([json.dumps(example)])
+    assert are_images(tokens).sum() == (ids_of(tokens) == llava.image_token_id).sum() == 16
+    assert "the word <image> is" in llava.tokenizer.decode(ids_of(tokens), skip_special_tokens=True)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_loss_is_that_of_the_model_with_the_batch_of_its_processor(family, tmp_path, cache_dir):
+    processor = make_processor(family)
+    rows = [
+        {"messages": turns(None, ASKED), "images": ["1.png"]},
+        {"messages": turns(ASKED)},
+        {"messages": turns(None, "and", None), "images": ["2.png", "1.png"]},
+    ]
+    stream = stream_of(config_of(write(tmp_path, rows), cache_dir), processor)
+    batch = stream.next_batch([one for _, one in zip(rows, stream.packed(0, 1), strict=False)])
+    model = make_model(family, processor)
+    found = model(**batch).loss
+    found.backward()
+    gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad()
+    losses = []
+    for row in rows:
+        parted = [{**turn, "content": _in_parts(turn["content"])} for turn in row["messages"]]
+        text = processor.apply_chat_template(parted, tokenize=False)
+        pictures = [Image.open(tmp_path / name).convert("RGB") for name in row.get("images", ())] or None
+        alone = processor(text=[text], images=pictures, add_special_tokens=False, return_tensors="pt")
+        labels = torch.full_like(alone["input_ids"], IGNORED)
+        answer = processor.tokenizer.encode(f"{SAID}<|im_end|>", add_special_tokens=False)
+        at = next(n for n in range(labels.shape[1]) if alone["input_ids"][0, n : n + len(answer)].tolist() == answer)
+        labels[0, at : at + len(answer)] = torch.tensor(answer)
+        losses.append(model(**alone, labels=labels).loss)
+    wanted = torch.stack(losses).mean()
+    wanted.backward()
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=0)
+    for name, parameter in model.named_parameters():
+        if parameter.grad is not None:
+            torch.testing.assert_close(gradients[name], parameter.grad, rtol=1e-3, atol=1e-6, msg=name)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_an_image_that_stands_where_there_is_none_has_gradients_of_exact_zeros(family):
+    processor = make_processor(family)
+    images, model = ImageTokens(processor), make_model(family, processor)
+    ids = np.array([5, 6, 7, 8, 9, 10], dtype=np.int64)
+    rows = [images.row(ids[:n], np.zeros(n, dtype=bool), ids[:n].copy()) for n in (6, 4)]
+    found = {}
+    for needs_image in (False, True):
+        model.zero_grad()
+        loss = model(**stack_rows(rows, 0, images, needs_image=needs_image)).loss
+        loss.backward()
+        found[needs_image] = loss, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    (alone, without), (loss, gradients) = found[False], found[True]
+    torch.testing.assert_close(loss, alone, rtol=1e-6, atol=0)
+    parts = names_of_parts(model)
+    seeing = {*parts[TOWER], *parts[PROJECTOR]}
+    assert len(gradients.keys() & seeing) > 5
+    assert not any(gradients[name].any() for name in gradients.keys() & seeing)
+    assert not without.keys() & seeing
+    for name in without:
+        torch.testing.assert_close(gradients[name], without[name], rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_parts_and_what_is_never_reached_are_found_by_structure(family):
+    processor = make_processor(family)
+    model = make_model(family, processor)
+    parts = names_of_parts(model)
+    assert all("vision" in name or "visual" in name for name in parts[TOWER])
+    assert all("projector" in name or "connector" in name for name in parts[PROJECTOR])
+    assert {name for name, _ in model.named_parameters()} <= {name for part in parts.values() for name in part}
+    assert any("layers.1" in name for name in parts[LANGUAGE])
+    unreached = find_unreached(model.config, ImageTokens(processor).example())
+    names = {from_the_end(model, name) for name, _ in model.named_parameters()}
+    assert unreached <= names
+    assert all("encoder.layers.-1." in name or "post_layernorm" in name for name in unreached)
+    assert bool(unreached) == (family == "llava")
+
+
+# ---- rows ----
+
+ROWS = {
+    "parts and a column": {"messages": turns(None, ASKED), "images": ["1.png"]},
+    "one image": {"messages": turns(None, ASKED), "image": "1.png"},
+    "parts with paths": {
+        "messages": [
+            {"role": "user", "content": [{"type": "image", "path": "1.png"}, {"type": "text", "text": ASKED}]},
+            {"role": "assistant", "content": SAID},
+        ]
+    },
+    "as OpenAI has it": {
+        "messages": [
+            {
+                "role": "user",
+                "content": [
+                    {
+                        "type": "image_url",
+                        "image_url": {"url": f"data:image/png;base64,{base64.b64encode(png()).decode()}"},
+                    },
+                    {"type": "text", "text": ASKED},
+                ],
+            },
+            {"role": "assistant", "content": SAID},
+        ]
+    },
+    "LLaVA": {
+        "conversations": [{"from": "human", "value": f"<image>{ASKED}"}, {"from": "gpt", "value": SAID}],
+        "image": "1.png",
+    },
+    "as TRL has it": {"prompt": [{"role": "user", "content": ASKED}], "completion": turns()[1:], "images": ["1.png"]},
+}
+
+
+@pytest.mark.parametrize("row", ROWS.values(), ids=ROWS)
+def test_every_form_of_a_row_has_its_image_before_the_question(row, tmp_path):
+    write(tmp_path, [])
+    reader = RowReader(format=RowFormat.auto, images=ImageRules(str(tmp_path)))
+    text = reader.read(row, where="row 0")
+    assert isinstance(text, WithImages), getattr(text, "error", None)
+    example = json.loads(text)
+    assert example["messages"][0]["content"] == PLACE + ASKED
+    assert example["images"][0]["size"] == list(draw(1).size)
+    assert decode(text.files[0]).tobytes() == draw(1).tobytes()
+
+
+def test_images_of_datasets_are_read_from_their_column(llava, cache_dir):
+    features = datasets.Features({"messages": datasets.Value("string"), "images": datasets.List(datasets.Image())})
+    rows = [{"messages": json.dumps(turns(None, ASKED)), "images": [{"bytes": png(n), "path": None}]} for n in range(3)]
+    given = {"x": datasets.Dataset.from_list(rows, features=features)}
+    config = config_of("memory", cache_dir)
+    assert have_images(open_corpus(config, given))
+    stream = stream_of(config, llava, given)
+    batch = stream.next_batch([next(stream.packed(0, 1))])
+    assert batch["pixel_values"].shape == (1, 3, 32, 32)
+    # Who reads text alone does not look at the column.
+    plain = open_corpus(dataclasses.replace(config, images=ImagesConfig(used=False)), given)
+    assert not have_images(plain)
+
+
+def animated():
+    written = io.BytesIO()
+    draw(1).save(written, "GIF", save_all=True, append_images=[draw(6)])
+    return written.getvalue()
+
+
+def deep():
+    written = io.BytesIO()
+    Image.fromarray(np.arange(1200, dtype=np.uint16).reshape(30, 40)).save(written, "PNG")
+    return written.getvalue()
+
+
+BAD = {
+    "missing": ({"images": ["3.png"]}, "cannot be read: No such file"),
+    "outside": ({"images": ["../outside.png"]}, "leaves the folder"),
+    "by a link": ({"images": ["link.png"]}, "leaves the folder"),
+    "absolute": ({"images": ["/etc/hostname"]}, "leaves the folder|cannot be read"),
+    "an address": ({"images": ["https://example.org/1.png"]}, "nothing is fetched"),
+    "a file address": ({"images": ["file:///etc/hostname"]}, "nothing is fetched"),
+    "a folder": ({"images": ["."]}, "is no file"),
+    "too many": ({"images": ["1.png", "2.png"]}, "more or fewer images than places"),
+    "too few": ({"messages": turns(None, ASKED, None), "images": ["1.png"]}, "more or fewer images than places"),
+    "none": ({"images": []}, "more or fewer images than places"),
+    "a number": ({"images": [7]}, "this is no image"),
+    "no image": ({"images": [{"bytes": b"plain words", "path": None}]}, "these bytes are no image"),
+    "animated": ({"images": [{"bytes": animated(), "path": None}]}, "several frames"),
+    "16 bits": ({"images": [{"bytes": deep(), "path": None}]}, "more than 8 bits"),
+    "said": (
+        {"messages": [turns(ASKED)[0], {"role": "assistant", "content": [{"type": "image"}]}], "images": ["1.png"]},
+        "what the assistant says",
+    ),
+    "a video": (
+        {"messages": [{"role": "user", "content": [{"type": "video"}]}, turns()[1]], "images": ["1.png"]},
+        "neither text nor an image",
+    ),
+}
+
+
+@pytest.mark.parametrize(("row", "message"), BAD.values(), ids=BAD)
+def test_a_bad_image_is_refused_with_its_row(row, message, tmp_path):
+    folder = tmp_path / "source"
+    folder.mkdir()
+    write(folder, [])
+    draw(1).save(tmp_path / "outside.png")
+    (folder / "link.png").symlink_to(tmp_path / "outside.png")
+    reader = RowReader(format=RowFormat.auto, images=ImageRules(str(folder)))
+    found = reader.read({"messages": turns(None, ASKED)} | row, where="rows.jsonl, row 7")
+    assert isinstance(found, BadRow)
+    assert re.search(message, found.error.what)
+    assert found.error.where == "rows.jsonl, row 7"
+
+
+@pytest.mark.parametrize(("name", "rules"), [("bytes", {"max_bytes": 100}), ("pixels", {"max_pixels": 99})])
+def test_a_large_image_is_refused_before_it_is_decoded(tmp_path, name, rules, monkeypatch):
+    write(tmp_path, [])
+    monkeypatch.setattr("PIL.ImageFile.ImageFile.load", lambda self: pytest.fail("decoded"))
+    reader = RowReader(format=RowFormat.auto, images=ImageRules(str(tmp_path), **rules))
+    found = reader.read({"messages": turns(None, ASKED), "images": ["1.png"]}, where="row 1")
+    assert re.search(f"too many {name}", found.error.what)
+    assert f"data.images.max_{name}" in found.error.allowed
+
+
+def test_images_come_upright_and_in_rgb(tmp_path):
+    exif = Image.Exif()
+    exif[0x0112] = 6
+    draw(1).save(tmp_path / "turned.jpg", exif=exif)
+    draw(1).convert("CMYK").save(tmp_path / "cmyk.jpg")
+    reader = RowReader(format=RowFormat.auto, images=ImageRules(str(tmp_path)))
+    width, height = draw(1).size
+    for name, size in {"turned.jpg": (height, width), "cmyk.jpg": (width, height)}.items():
+        text = reader.read({"messages": turns(None, ASKED), "images": [name]}, where="row 1")
+        assert json.loads(text)["images"][0]["size"] == list(size)
+        assert (decode(text.files[0]).mode, decode(text.files[0]).size) == ("RGB", size)
+
+
+def test_a_damaged_image_keeps_its_place_and_teaches_nothing_or_stops(llava, tmp_path, cache_dir):
+    rows = [{"messages": turns(None, f"{ASKED} {n}"), "images": [f"{1 + n % 2}.png"]} for n in range(4)]
+    path = write(tmp_path, rows)
+    whole = (tmp_path / "2.png").read_bytes()
+    (tmp_path / "2.png").write_bytes(whole[:-40])
+    skipped = stream_of(config_of(path, cache_dir, on_bad_rows=BadRows.skip), llava)
+    packed = [sequence for _, (_, _, sequence) in zip(range(4), skipped.packed(0, 1), strict=False)]
+    is_taught = [bool((sequence.rows[2] != IGNORED).any()) for sequence in packed]
+    assert sorted(is_taught) == [False, False, True, True]
+    assert ["the image is damaged" in str(one.problems) for one in packed] == [not taught for taught in is_taught]
+    assert all(one.images["pixel_values"].shape == (1, 3, 32, 32) for one in packed)
+    with pytest.raises(DataError, match="damaged") as caught:
+        list(zip(range(4), stream_of(config_of(path, cache_dir), llava).packed(0, 1), strict=False))
+    assert re.fullmatch(r"rows.jsonl, row [13]", caught.value.where)
+    assert "data.on_bad_rows=skip" in caught.value.hint
+
+
+def test_a_row_that_is_too_long_is_left_out_whole(llava, tmp_path, cache_dir):
+    path = write(tmp_path, [{"messages": turns(None, ASKED * 3), "images": ["1.png"]}, {"messages": turns(ASKED)}])
+    stream = stream_of(config_of(path, cache_dir, sequence_length=40), llava)
+    (_, _, sequence) = next(stream.packed(0, 1))
+    assert sequence.images is None
+    assert {int(fate) for fate in sequence.records["fate"]} == {0, 5}
+
+
+def test_workers_give_the_same_batches(llava, tmp_path, cache_dir):
+    rows = [{"messages": turns(None, f"{n} {ASKED}"), "images": [f"{1 + n % 2}.png"]} for n in range(6)]
+    path, found = write(tmp_path, rows), []
+    for workers in (0, 1):
+        stream = stream_of(config_of(path, cache_dir, workers=workers), llava)
+        batches = iter(stream.loader(batch_size=2))
+        found.append([next(batches) for _ in range(3)])
+        batches.close()
+    for one, other in zip(*found, strict=True):
+        assert one.keys() == other.keys() >= {"pixel_values", "labels"}
+        assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_held_out_rows_come_with_their_images(llava, tmp_path, cache_dir):
+    rows = [{"messages": turns(None, f"{n} {ASKED}"), "images": ["1.png"]} for n in range(30)]
+    config = config_of(write(tmp_path, rows), cache_dir, eval_fraction=0.2)
+    held_out = build_held_out(open_corpus(config), llava.tokenizer, config, ImageTokens(llava))
+    assert len(held_out) > 1
+    assert held_out.has_image(0)
+    assert held_out[0]["pixel_values"].shape == (1, 3, 32, 32)
+
+
+def test_a_processor_that_says_nothing_of_images_is_refused(llava):
+    class Silent(type(llava)):
+        def replace_image_token(self, image_inputs, image_idx, **kwargs):
+            raise NotImplementedError
+
+    silent = Silent(llava.image_processor, llava.tokenizer, patch_size=8)
+    with pytest.raises(ConfigError, match="does not say what it writes"):
+        ImageTokens(silent)
+
+
+def test_a_run_of_text_alone_names_the_row_with_an_image(llava, tmp_path, cache_dir):
+    path = write(tmp_path, [{"messages": turns(None, ASKED), "images": ["1.png"]}])
+    config = config_of(path, cache_dir)
+    stream = TokenStream(open_corpus(config), llava.tokenizer, config)
+    with pytest.raises(DataError, match="the run reads text alone"):
+        next(stream.packed(0, 1))
