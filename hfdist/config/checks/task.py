@@ -54,7 +54,7 @@ def check_task(config: RunConfig) -> None:
         raise _misfit(config, "data.keep_columns", "false", "rewards alone read the other columns")
     if task.name is TaskName.causal_lm:
         return
-    if task.name.traits.has_one_each:
+    if task.name.traits.pads_documents:
         _check_padded_rows(config)
     elif not task.name.traits.has_teacher:
         _check_answers(config)
@@ -75,7 +75,7 @@ def check_task(config: RunConfig) -> None:
     if "beta" in task.name.traits.keys and "clip" not in task.name.traits.keys:
         # The loss of a policy may do without a reference.
         _check_pairs(config)
-    if not task.name.traits.writes_text or task.name.traits.draws:
+    if not task.name.traits.writes_text or task.name.traits.hides_tokens:
         _check_without_text(config)
 
 
