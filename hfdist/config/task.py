@@ -161,10 +161,8 @@ class Traits:
     """Whether it trains the next tokens of texts, so that its loss has a perplexity."""
     packing: Packing | None = None
     """What `data.packing=auto` is; None: as the rows need it."""
-    has_one_each: bool = False
-    """Whether a model reads each document in a row of its own, padded; and so is what is held out."""
-    draws: bool = False
-    """Whether what is learned of a document is drawn in each epoch."""
+    hides_tokens: bool = False
+    """Whether tokens of a document are hidden from the model, other ones in each epoch: they are what it learns."""
     is_planned: bool = False
     """Whether a plan covers a whole run: plans leave out rollouts, and know only models of tokens."""
     is_reinforcement: bool = False
@@ -175,6 +173,11 @@ class Traits:
     """The library that has this class: TRL 1.16, or another one."""
     head: Head = Head.tokens
     """What the model gives at its end."""
+
+    @property
+    def pads_documents(self) -> bool:
+        """Whether a row of a batch is read as padded rows, a document each; and what is held out is one of them."""
+        return self.head.is_padded and not self.head.gives_labels
 
     @property
     def writes_text(self) -> bool:
@@ -397,7 +400,6 @@ TRAITS = {
         method="as an encoder-decoder, which writes the target of a source",
         row_format=RowFormat.source_target,
         packing=Packing.none,
-        has_one_each=True,
         head=Head.targets,
     ),
     TaskName.mlm: Traits(
@@ -409,8 +411,7 @@ TRAITS = {
         method="as a masked language model: it learns which tokens were hidden from it (BERT, arXiv 1810.04805)",
         row_format=RowFormat.text,
         packing=Packing.best_fit,
-        has_one_each=True,
-        draws=True,
+        hides_tokens=True,
         head=Head.masked,
     ),
     TaskName.span_corruption: Traits(
@@ -422,8 +423,7 @@ TRAITS = {
         method="by span corruption: it writes spans that were left out of what it reads (T5, arXiv 1910.10683)",
         row_format=RowFormat.text,
         packing=Packing.best_fit,
-        has_one_each=True,
-        draws=True,
+        hides_tokens=True,
         head=Head.targets,
     ),
 }

@@ -43,7 +43,7 @@ def sum_target_losses(model: nn.Module, batch: Mapping[str, torch.Tensor]) -> to
     """
     inputs: dict[str, Any] = {name: batch[name] for name in ("input_ids", "attention_mask", "labels")}
     logits: torch.Tensor = model(**inputs, use_cache=False).logits
-    targets = batch["labels"].flatten().to(logits.device)
+    targets = batch["labels"].flatten()
     return nn.functional.cross_entropy(logits.flatten(0, 1).float(), targets, ignore_index=IGNORED, reduction="sum")
 
 

@@ -169,7 +169,7 @@ class Run(RunState):
         self.objective = make_objective(
             config, data.tokenizer, data.held_out, strategy=self.strategy, arguments=arguments
         )
-        if self.objective is not None and self.objective.is_packed:
+        if self.objective is not None:
             fit_model(model, data.tokenizer, self._head)
         speed_up(config, model, self.strategy)
         # First: they set what the options have.

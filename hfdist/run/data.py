@@ -90,7 +90,7 @@ def build_data(config: RunConfig, topology: Topology, architecture: PreTrainedCo
         Encoders.of(tokenizer, config.data, images).check(
             shard for source in corpus.sources.values() if source.gives_examples for shard in source
         )
-        one_each = config.task.name.traits.has_one_each
+        one_each = config.task.name.traits.pads_documents
         if config.data.eval_sources:
             held_out: HeldOutSet | HeldOutSources | None = open_held_out_sources(
                 tokenizer, config.data, images, one_each=one_each
@@ -112,7 +112,7 @@ def build_data(config: RunConfig, topology: Topology, architecture: PreTrainedCo
         run=run,
         images=images,
     )
-    stream.tells_pieces = config.task.name.traits.draws
+    stream.tells_origins = config.task.name.traits.hides_tokens
     stream.may_begin_anew = config.checkpoint.allow_changes
     if topology.is_first_of_replica:
         # All ranks of a model replica read the same data: only one of them writes the ledger.

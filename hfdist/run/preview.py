@@ -39,7 +39,12 @@ def preview(stream: TokenStream, tokenizer: PreTrainedTokenizerBase, count: int,
 
 
 def name_of_targets(task: TaskConfig) -> str:
-    """Name the tokens that an example marks as its answer: with rewards they are compared, and not learned."""
+    """Name the tokens that an example marks as its answer: with rewards they are compared, and not learned.
+
+    Which tokens are hidden is not drawn yet.
+    """
+    if task.name.traits.hides_tokens:
+        return "such as may be hidden"
     return "of the reference" if task.name.traits.is_reinforcement else "targets"
 
 

@@ -65,7 +65,7 @@ class EngineTrainer(transformers.Trainer):
     _steps_run: set[str]
     """Which parts of a step the engine has done since the last one."""
     _counts_rows = True
-    """Whether the tokens of a batch are those of its rows, with what fills up."""
+    """Whether the tokens of a batch are those of its rows, with what fills up; an objective counts in its own way."""
     _norm: object
     """What the last `_clip_grad_norm` has found."""
     _trained: list[tuple[nn.Parameter, bool]]

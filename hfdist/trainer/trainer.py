@@ -133,7 +133,7 @@ class DistributedTrainerMixin(_Trainer):
         self._optimizers = Optimizers(self.training, self.options.base_width)
         if self.options.objective is not None:
             self.weighted_loss.convention = self.options.objective.convention
-            self._counts_rows = self.options.objective.is_packed
+            self._counts_rows = False
             self.loss_is_scaled_for_ga = True
         fit_sft(self)
         use_lean_handler(self.callback_handler)

@@ -10,11 +10,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from hfdist.config.batch import IGNORED
-from hfdist.data.packing.sequence import PIECES
+from hfdist.data.packing.sequence import ORIGINS
 from hfdist.strategies.engine import Batch
 
 Ids = NDArray[np.int64]
@@ -26,10 +25,10 @@ def drawn_documents(batch: Batch, seed: int) -> Iterator[tuple[Ids, np.random.Ge
     Not of those without labels: quarantined ones, and rows that only fill up.
 
     Args:
-        batch: `input_ids` and `labels` of shape [rows, tokens], with `PIECES`.
+        batch: `input_ids` and `labels` of shape [rows, tokens], with `ORIGINS`.
         seed: of the run.
     """
-    columns = batch["input_ids"].numpy(), (batch["labels"] != IGNORED).numpy(), batch[PIECES].tolist()
+    columns = batch["input_ids"].numpy(), (batch["labels"] != IGNORED).numpy(), batch[ORIGINS].tolist()
     for row, has_label, pieces in zip(*columns, strict=True):
         start = 0
         for document, epoch, first_token, num_tokens in pieces:
@@ -37,11 +36,3 @@ def drawn_documents(batch: Batch, seed: int) -> Iterator[tuple[Ids, np.random.Ge
             if has_label[place].any():
                 yield row[place], np.random.default_rng([seed, document, epoch, first_token])
             start += num_tokens
-
-
-def stack(rows: list[Ids], fill: int) -> torch.Tensor:
-    """Fill rows of any lengths up at their ends; shape [rows, longest], with a row and a token at least."""
-    stacked = np.full((max(1, len(rows)), max([1, *map(len, rows)])), fill, dtype=np.int64)
-    for number, row in enumerate(rows):
-        stacked[number, : len(row)] = row
-    return torch.from_numpy(stacked)

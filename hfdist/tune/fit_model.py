@@ -13,10 +13,10 @@ from hfdist.models.probing import class_keeps_documents_apart
 
 
 def fit_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, head: Head) -> None:
-    """Switch dropout off, in place, and set a pad token if the model has none.
+    """Switch dropout off, in place, and set the tokens of padding and of a target's start, if the model has none.
 
-    Log-probabilities of answers are compared, and dropout would make them differ by chance. Losses of labels are not:
-    such a model, by its `head`, keeps its dropout.
+    Log-probabilities of answers are compared, and dropout would make them differ by chance. Where a text is read by
+    itself, as the model's `head` says, nothing is compared, and dropout stays.
 
     Raises:
         ConfigError: as of `check_packable`.
@@ -27,10 +27,15 @@ def fit_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, head: 
         # A model for sequence classification asks for it.
         own = tokenizer.pad_token_id
         model.config.pad_token_id = tokenizer.eos_token_id if own is None else own
-    if head.gives_labels and tokenizer.pad_token is None:
-        # Whoever opens the folder gives it several texts at once.
-        tokenizer.pad_token = tokenizer.eos_token
-    for module in () if head.gives_labels else model.modules():
+    if head.is_padded:
+        if tokenizer.pad_token is None:
+            # Whoever opens the folder gives it several texts at once.
+            tokenizer.pad_token = tokenizer.eos_token
+        if head is Head.targets and model.generation_config.decoder_start_token_id is None:
+            # In training such a type begins a target with its last token: mBART, with the language.
+            model.generation_config.decoder_start_token_id = tokenizer(text_target="a")["input_ids"][-1]
+        return
+    for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
         for name in [name for name, value in vars(module).items() if "dropout" in name and isinstance(value, float)]:

@@ -15,6 +15,7 @@ from typing import Any, cast
 import numpy as np
 import torch
 from torch import nn
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hfdist.config.batch import IGNORED
@@ -23,7 +24,7 @@ from hfdist.errors import ConfigError
 from hfdist.models.positions import padding_id
 from hfdist.strategies.engine import Batch
 from hfdist.trainer.training import Training
-from hfdist.tune.drawn_documents import Ids, drawn_documents, stack
+from hfdist.tune.drawn_documents import Ids, drawn_documents
 from hfdist.tune.token_loss import TokenLoss
 
 
@@ -64,13 +65,13 @@ class MaskedTokens(TokenLoss):
     def prepare(self, batch: Batch) -> Batch:
         """Hide tokens; each document, or piece of one, becomes a row of its own, in which it sees no other."""
         drawn = [self.hide(ids, generator) for ids, generator in drawn_documents(batch, self._seed)]
-        inputs, labels = [row for row, _ in drawn], [row for _, row in drawn]
         # A batch of nothing is read, too, as ranks take part in each forward.
-        mask = stack([np.ones_like(row) for row in inputs] or [np.ones(1, dtype=np.int64)], 0)
+        rows = drawn or [(np.zeros(1, dtype=np.int64), np.full(1, IGNORED))]
+        inputs, labels = ([torch.from_numpy(row) for row in side] for side in zip(*rows, strict=True))
         return {
-            "input_ids": stack(inputs, self._padding),
-            "attention_mask": mask,
-            "labels": stack(labels, IGNORED),
+            "input_ids": pad_sequence(inputs, batch_first=True, padding_value=self._padding),
+            "attention_mask": pad_sequence([torch.ones_like(row) for row in inputs], batch_first=True),
+            "labels": pad_sequence(labels, batch_first=True, padding_value=IGNORED),
         }
 
     def hide(self, ids: Ids, generator: np.random.Generator) -> tuple[Ids, Ids]:

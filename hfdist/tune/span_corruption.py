@@ -12,6 +12,7 @@ them are drawn so that each way to part the tokens is as likely as any other. A 
 from __future__ import annotations
 
 import re
+from bisect import bisect_right
 
 import numpy as np
 import torch
@@ -24,7 +25,7 @@ from hfdist.strategies.engine import Batch
 from hfdist.tune.drawn_documents import Ids, drawn_documents
 from hfdist.tune.seq2seq import SequenceToSequence
 
-_SENTINEL = re.compile(r"<extra_id_(\d+)>")
+_SENTINEL = re.compile(r"<extra_id_([0-9]{1,6})>")
 _LEAST_TOKENS = 2
 """Of a document of fewer nothing can be left out and kept."""
 
@@ -48,13 +49,17 @@ def find_sentinels(tokenizer: PreTrainedTokenizerBase, task: TaskConfig, sequenc
     )  # fmt: skip
     _, needed = count_spans(max(sequence_length, _LEAST_TOKENS), task)
     if len(found) < needed:
-        fits = next((n for n in range(sequence_length, _LEAST_TOKENS, -1) if count_spans(n, task)[1] <= len(found)), 0)
+        # Longer documents have as many spans or more.
+        fits = (
+            bisect_right(range(sequence_length), len(found), lo=_LEAST_TOKENS, key=lambda n: count_spans(n, task)[1])
+            - 1
+        )
         raise ConfigError(
             "the tokenizer has fewer sentinels (<extra_id_0> ...) than spans are left out of the longest sequence",
             where="model.tokenizer.name, data.sequence_length",
             found=f"{len(found)} sentinels, {needed} spans of {sequence_length:,} tokens",
             allowed="a tokenizer with a sentinel for each span, such as T5's with 100",
-            hint=f"data.sequence_length={fits}" if found and fits else "a tokenizer such as that of t5-small",
+            hint=f"data.sequence_length={fits}" if found else "a tokenizer such as that of t5-small",
         )
     return np.array([number for _, number in found], dtype=np.int64)
 

@@ -13,9 +13,7 @@ from hfdist.trainer.step.objective import Objective
 
 
 class TokenLoss(Objective):
-    """An item is a label. Rows are padded, and a model keeps its dropout."""
-
-    is_packed = False
+    """An item is a label."""
 
     @property
     def convention(self) -> Convention:

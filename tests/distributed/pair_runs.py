@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -44,6 +45,7 @@ SHAPES = {
     "marian": _BART | {"decoder_start_token_id": 9, "decoder_vocab_size": len(WORDS) + len(MARKS)},
 }
 """Fields of small models, by their types."""
+SAVES = ("checkpoint.every=2", "checkpoint.keep=9")
 
 
 def write_model(folder: Path, kind: str, *, num_sentinels: int = 0) -> Path:
@@ -119,6 +121,14 @@ def difference(ours: dict, reference: dict) -> float:
     return max(float((ours[k] - value).norm() / value.norm().clamp_min(0.1)) for k, value in reference.items())
 
 
+def as_of_step_2(run: Path, folder: Path) -> Path:
+    """A copy of a run with `SAVES`, as if it had been killed after its second step."""
+    copy = shutil.copytree(run, folder / "run")
+    shutil.rmtree(copy / "checkpoints" / f"step-{STEPS:08}")
+    shutil.rmtree(copy / "model")
+    return copy
+
+
 def tokens(run: Path) -> list[int]:
     """Tokens that were read by each step."""
     return [line["tokens"] for line in read_lines(RunFolder(run).metrics) if "loss" in line]
@@ -126,10 +136,7 @@ def tokens(run: Path) -> list[int]:
 
 def check_alike(run: Path, reference: Path) -> None:
     """Two runs have read, lost and learned the same."""
-    read = [
-        [line["tokens"] for line in read_lines(RunFolder(one).metrics) if "loss" in line] for one in (run, reference)
-    ]
-    assert read[0] == read[1]
+    assert tokens(run) == tokens(reference)
     assert losses(run) == pytest.approx(losses(reference), rel=1e-5)
     assert eval_losses(run) == pytest.approx(eval_losses(reference), rel=1e-5)
     assert difference(opened(run), opened(reference)) < 1e-5

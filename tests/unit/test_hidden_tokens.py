@@ -7,7 +7,7 @@ from transformers import DataCollatorForLanguageModeling
 
 from hfdist.config.batch import IGNORED
 from hfdist.config.task import TaskConfig
-from hfdist.data.packing.sequence import PIECES
+from hfdist.data.packing.sequence import ORIGINS
 from hfdist.errors import ConfigError
 from hfdist.tune.masked import MaskedTokens, check_mask_token
 from hfdist.tune.span_corruption import SpanCorruption, count_spans, draw_spans, find_sentinels
@@ -44,7 +44,7 @@ def batch_of(*rows, epoch=0):
             ids[number, start : start + len(tokens)] = tokens
             pieces[number, place] = torch.tensor([document, epoch, 0, len(tokens)])
             start += len(tokens)
-    return {"input_ids": torch.from_numpy(ids), PIECES: pieces, "labels": torch.from_numpy(ids.copy())}
+    return {"input_ids": torch.from_numpy(ids), ORIGINS: pieces, "labels": torch.from_numpy(ids.copy())}
 
 
 FIRST, SECOND = (4, [2, 6, 7, 8, 9, 10, 3]), (9, [2, 11, 12, 13, 3])

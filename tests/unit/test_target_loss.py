@@ -2,14 +2,17 @@
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForSeq2SeqLM
+from transformers import AutoConfig, AutoModelForSeq2SeqLM, MBartConfig, MBartTokenizer
+from transformers.models.mbart.modeling_mbart import shift_tokens_right
 
 from hfdist.config.model import Init, ModelConfig
+from hfdist.config.task import Head
 from hfdist.errors import ConfigError
 from hfdist.models.target_loss import check_target_loss, pad_pairs, sum_target_losses
 from hfdist.topology import Topology
 from hfdist.trainer.generation.limits import GenerationLimits
 from hfdist.trainer.generation.targets import write_targets
+from hfdist.tune.fit_model import fit_model
 from hfdist.tune.seq2seq import SequenceToSequence
 from tests.marks import many
 
@@ -77,6 +80,20 @@ def test_a_row_is_parted_where_its_targets_begin():
     assert prepared["attention_mask"].tolist() == [[1, 1], [1, 0], [1, 0]]
     assert prepared["labels"].tolist() == [[7, 8, 1], [4, 1, -100], [-100] * 3]
     assert int(SequenceToSequence().count(batch)) == int(SequenceToSequence().count(prepared)) == 5
+
+
+def test_a_type_without_a_start_token_begins_as_in_training():
+    tokenizer = MBartTokenizer()
+    tokenizer.tgt_lang = "de_DE"
+    config = MBartConfig(
+        vocab_size=len(tokenizer), d_model=32, encoder_layers=1, decoder_layers=1, encoder_attention_heads=2,
+        decoder_attention_heads=2, encoder_ffn_dim=32, decoder_ffn_dim=32, pad_token_id=tokenizer.pad_token_id,
+    )  # fmt: skip
+    model = AutoModelForSeq2SeqLM.from_config(config)
+    fit_model(model, tokenizer, Head.targets)
+    labels = torch.tensor([tokenizer(text_target="a b")["input_ids"]])
+    read = shift_tokens_right(labels, config.pad_token_id)
+    assert model.generation_config.decoder_start_token_id == int(read[0, 0]) == tokenizer.convert_tokens_to_ids("de_DE")
 
 
 def test_greedy_targets_are_those_of_generate():

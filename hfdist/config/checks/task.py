@@ -54,7 +54,7 @@ def check_task(config: RunConfig) -> None:
         raise _misfit(config, "data.keep_columns", "false", "rewards alone read the other columns")
     if task.name is TaskName.causal_lm:
         return
-    if task.name.traits.has_one_each:
+    if task.name.traits.pads_documents:
         _check_padded_rows(config)
     elif not task.name.traits.has_teacher:
         _check_answers(config)
@@ -75,7 +75,7 @@ def check_task(config: RunConfig) -> None:
     if "beta" in task.name.traits.keys and "clip" not in task.name.traits.keys:
         # The loss of a policy may do without a reference.
         _check_pairs(config)
-    if not task.name.traits.writes_text or task.name.traits.draws:
+    if not task.name.traits.writes_text or task.name.traits.hides_tokens:
         _check_without_text(config)
 
 
@@ -124,14 +124,15 @@ def _check_padded_rows(config: RunConfig) -> None:
             raise error
         if config.evaluate.lm_eval:
             raise _misfit(config, "evaluate.lm_eval", "[]", "the harness asks for the next tokens of a text")
-    if task.mask_replace_prob + task.random_replace_prob > 1:
-        what, found = (
+    # Written with six digits, shares of 1 may add up to a little more.
+    if task.mask_replace_prob + task.random_replace_prob > 1 + 1e-6:
+        raise ConfigError(
             "these are shares of the same tokens",
-            f"{task.mask_replace_prob:g} + {task.random_replace_prob:g}",
+            where="task.mask_replace_prob, task.random_replace_prob",
+            found=f"{task.mask_replace_prob:g} + {task.random_replace_prob:g}",
+            allowed="a sum of 1 at the most",
+            hint=f"task.random_replace_prob={1 - task.mask_replace_prob:g}",
         )
-        where, hint = "task.mask_replace_prob, task.random_replace_prob", "task.random_replace_prob="
-        hint += f"{1 - task.mask_replace_prob:g}"
-        raise ConfigError(what, where=where, found=found, allowed="a sum of 1 at the most", hint=hint)
 
 
 def _check_loss(config: RunConfig) -> None:

@@ -27,7 +27,7 @@ from hfdist.data.packing.sequence import (
     IGNORED,
     LABELS,
     NAMES,
-    PIECES,
+    ORIGINS,
     POSITION_IDS,
     Sequence,
     Shape,
@@ -44,7 +44,7 @@ _FORMAT = 4
 class HeldOut(Dataset[dict[str, torch.Tensor]]):
     """Packed sequences; item k holds input_ids, position_ids and labels of shape [sequence_length].
 
-    With `one_each` it also holds its document as the only piece (`PIECES`); it has the number k.
+    With `one_each` it also holds its document as its only origin (`ORIGINS`); it has the number k.
     """
 
     def __init__(self, sequences: NDArray[np.int32], corpus: Corpus, *, one_each: bool = False) -> None:
@@ -59,7 +59,7 @@ class HeldOut(Dataset[dict[str, torch.Tensor]]):
         if self._has_one_each:
             # By its number here: the same in every evaluation.
             length = int((rows[POSITION_IDS] == 0).nonzero()[:, 0][1:2].sum()) or rows.shape[1]
-            item[PIECES] = torch.tensor([[index, 0, 0, length]])
+            item[ORIGINS] = torch.tensor([[index, 0, 0, length]])
         return item
 
     def columns(self, index: int) -> Iterator[Mapping[str, object]]:

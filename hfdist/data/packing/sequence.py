@@ -37,8 +37,8 @@ Integers = NDArray[np.int64]
 _TYPE_OF = attrgetter("dtype")
 INPUT_IDS, POSITION_IDS, LABELS = range(3)
 NAMES = ("input_ids", "position_ids", "labels")
-PIECES = "pieces"
-"""Key in a batch that says of which documents its rows are made: see `pieces_of`."""
+ORIGINS = "origins"
+"""Key in a batch that says of which documents its rows are made: see `origins_of`."""
 
 
 class Pieces(NamedTuple):
@@ -181,7 +181,7 @@ def collate(sequences: list[Sequence], packing: Packing, shape: Shape) -> dict[s
     return {name: pad_sequence(rows, batch_first=True, padding_value=fill[name]) for name, rows in rows_of.items()}
 
 
-def pieces_of(sequences: Sequences[Sequence]) -> torch.Tensor:
+def origins_of(sequences: Sequences[Sequence]) -> torch.Tensor:
     """Say of which documents sequences are made, in their order; shape [sequences, most pieces, 4], int64.
 
     The number of a document, its epoch, the place of the piece's first token in the document, and the piece's tokens: 0

@@ -37,14 +37,14 @@ from hfdist.data.order.shares import Shares
 from hfdist.data.order.shuffle import LaneOrder, Mixture, workers_that_fit
 from hfdist.data.packing.sequence import (
     IGNORED,
-    PIECES,
+    ORIGINS,
     Bundle,
     Sequence,
     Shape,
     bundle,
     collate,
     image_row,
-    pieces_of,
+    origins_of,
     stack,
     stack_rows,
     unbundle,
@@ -114,7 +114,7 @@ class TokenStream(IterableDataset[dict[str, torch.Tensor]]):
         """The record of all sequences given, if there is one."""
         self.may_begin_anew = False
         """Whether to accept a cursor of other data, and read these from their beginning."""
-        self.tells_pieces = False
+        self.tells_origins = False
         """Whether batches say of which documents they are made, for what is drawn by document and epoch."""
         self._encoders = Encoders.of(tokenizer, config, images)
         check_token_sources(config.sources, self._encoders)
@@ -448,8 +448,8 @@ class TokenStream(IterableDataset[dict[str, torch.Tensor]]):
         if self.config.keep_columns and self.plan.packing is Packing.none:
             numbers = [next(iter(numbers_of(one.records)), -1) for one in sequences]
             batch[DOCUMENTS] = torch.tensor(numbers)
-        if self.tells_pieces:
-            batch[PIECES] = pieces_of(sequences)
+        if self.tells_origins:
+            batch[ORIGINS] = origins_of(sequences)
         return batch
 
     def _collate(self, sequences: list[Sequence]) -> dict[str, torch.Tensor]:
@@ -506,7 +506,7 @@ class StreamLoader:
     def _batches(self) -> Generator[dict[str, torch.Tensor]]:
         """Batches of the lanes that this data rank has now."""
         num_workers = workers_that_fit(self.dataset.config.workers, len(self.dataset.lanes))
-        if num_workers == 0 and self.dataset.plan.has_even_turns and not self.dataset.tells_pieces:
+        if num_workers == 0 and self.dataset.plan.has_even_turns and not self.dataset.tells_origins:
             yield from self.dataset.batches_in_turn(self._batch_size)
         with contextlib.closing(self._sequences(num_workers)) as sequences:
             while True:

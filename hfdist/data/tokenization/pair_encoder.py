@@ -31,7 +31,7 @@ def adopt_languages(tokenizer: PreTrainedTokenizerBase, config: PairsConfig) -> 
             found = f"{language}, with {type(tokenizer).__name__}"
             raise ConfigError(what, where=where, found=found, allowed="null", hint=f"{where}=null")
         codes = getattr(tokenizer, "lang_code_to_id", None) or getattr(tokenizer, "lang_code_to_token", None)
-        known = list(codes or getattr(tokenizer, "additional_special_tokens", []))
+        known = list(codes or tokenizer.extra_special_tokens)
         if known and language not in known:
             what, hint = "the tokenizer does not know this language", nearest(language, known, f"{where}={{}}")
             raise ConfigError(what, where=where, found=language, allowed=", ".join(map(str, known)), hint=hint)

@@ -62,9 +62,8 @@ def write_targets(
 def _beginning(model: PreTrainedModel) -> list[int]:
     """Give what a decoder reads first: the start of a target, and the language of models that need it."""
     generation: Any = model.generation_config
-    start, forced = generation.decoder_start_token_id, generation.forced_bos_token_id
-    start = generation.bos_token_id if start is None else start
-    return [int(start), *([] if forced is None else [int(forced)])]
+    forced = generation.forced_bos_token_id
+    return [int(generation.decoder_start_token_id), *([] if forced is None else [int(forced)])]
 
 
 def _write(sources: list[list[int]], forward: Forward, limits: GenerationLimits, beginning: list[int]) -> torch.Tensor:

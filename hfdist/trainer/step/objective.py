@@ -85,8 +85,6 @@ class Objective:
 
     names: tuple[str, ...] = ()
     """Names of the figures, which are means, in the order in which ranks add them up."""
-    is_packed = True
-    """Whether it compares documents of one sequence, so that dropout is off and no document may see another one."""
     evaluates_itself = False
     """Whether `evaluate` gives what an evaluation averages, in place of losses of batches."""
 

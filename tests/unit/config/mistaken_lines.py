@@ -341,6 +341,7 @@ LINES = [
     f"{EMBED} task.margin=1",
     f"{EMBED} task.loss=triplet task.margin=0.2 task.scale=10",
     f"{EMBED} task.loss=triplet task.margin=0.2 task.mask_duplicates=true",
+    f"{EMBED} task.loss=cosent task.mask_duplicates=true",
     f"{EMBED} task.matryoshka=[64,64]",
     f"{EMBED} data.texts.max_tokens=5000",
     f"{PAIRED} strategy.pipeline=2 launch.processes=2",
@@ -349,6 +350,7 @@ LINES = [
     f"{PAIRED} evaluate.lm_eval=[hellaswag]",
     f"{MASKED} strategy.tensor=2 launch.processes=2",
     f"{MASKED} model.attention=varlen",
+    f"{MASKED} task.mask_replace_prob=0.3333333 task.random_replace_prob=0.7",
     f"{MASKED} task.random_replace_prob=0.3",
     # islands
     "pretrain islands.count=2",

@@ -5,6 +5,7 @@ import json
 import numpy as np
 import pytest
 from tokenizers.processors import TemplateProcessing
+from transformers import NllbTokenizer
 
 from hfdist.config.data import ChatConfig, PairsConfig, RowFormat
 from hfdist.data.sources.base import BadRow, ContentError
@@ -94,3 +95,11 @@ def test_languages_of_a_tokenizer_without_any_are_refused(tokenizer):
     with pytest.raises(ConfigError, match="no languages") as refused:
         adopt_languages(tokenizer, PairsConfig(target_language="de_DE"))
     assert refused.value.where == "data.pairs.target_language"
+
+
+def test_languages_that_a_tokenizer_does_not_have_are_refused():
+    nllb = NllbTokenizer()
+    with pytest.raises(ConfigError, match="does not know"):
+        adopt_languages(nllb, PairsConfig(target_language="de_DE"))
+    adopt_languages(nllb, PairsConfig(target_language="deu_Latn"))
+    assert nllb(text_target="a")["input_ids"][0] == nllb.convert_tokens_to_ids("deu_Latn")
