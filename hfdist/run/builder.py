@@ -14,7 +14,7 @@ from hfdist.config.run import RunConfig
 from hfdist.config.task import Head
 from hfdist.control_group import ControlGroup
 from hfdist.models import TrainableParameters, build_model, check_weights, fit_vocabulary
-from hfdist.models.label_names import set_labels
+from hfdist.models.label_names import own_labels, set_labels
 from hfdist.models.peft_config import check_adapter
 from hfdist.open_files import raise_limit
 from hfdist.optim.registry import check_optimizer
@@ -94,7 +94,7 @@ class Run(RunState):
                 model's vocabulary, or without a token that the task needs; a teacher with another one; a chat template
                 that cannot write episodes; rows without prompts where prompts are answered.
         """
-        self.data = build_data(self._here, self.topology)
+        self.data = build_data(self._here, self.topology, known_labels=own_labels(self.architecture))
         if self._head.gives_labels:
             set_labels(self.architecture, self.config.data.labels)
         check_special_tokens(self.config, self.data.tokenizer)

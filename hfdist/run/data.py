@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -60,8 +60,10 @@ def make_cache(config: RunConfig) -> Path:
     return folder
 
 
-def build_data(config: RunConfig, topology: Topology) -> RunData:
+def build_data(config: RunConfig, topology: Topology, *, known_labels: Sequence[str] = ()) -> RunData:
     """Open what `config` names, for the data rank of `topology`.
+
+    `known_labels`: names in the model's config, in the order of its numbers.
 
     Raises:
         ConfigError, DataError: sources that are missing, unreadable or too small.
@@ -79,7 +81,7 @@ def build_data(config: RunConfig, topology: Topology) -> RunData:
             config.data.chat.tools = list(load_environment(config.task).tools)
         if config.data.format in (RowFormat.labelled, RowFormat.tagged):
             # As above: numbers of labels come of it.
-            config.data.labels = find_labels(corpus, config.data)
+            config.data.labels = find_labels(corpus, config.data, known=known_labels)
         Encoders.of(tokenizer, config.data).check(
             shard for source in corpus.sources.values() if source.gives_examples for shard in source
         )

@@ -29,7 +29,7 @@ def fit_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, head: 
         model.config.pad_token_id = tokenizer.eos_token_id if own is None else own
     if head.gives_labels and tokenizer.pad_token is None:
         # Whoever opens the folder gives it several texts at once.
-        tokenizer.pad_token = tokenizer.eos_token
+        tokenizer.pad_token_id = model.config.pad_token_id
     for module in () if head.gives_labels else model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0

@@ -341,6 +341,7 @@ LINES = [
     f"{EMBED} task.margin=1",
     f"{EMBED} task.loss=triplet task.margin=0.2 task.scale=10",
     f"{EMBED} task.loss=triplet task.margin=0.2 task.mask_duplicates=true",
+    f"{EMBED} task.loss=cosent task.mask_duplicates=true",
     f"{EMBED} task.matryoshka=[64,64]",
     f"{EMBED} data.texts.max_tokens=5000",
     f"{PAIRED} strategy.pipeline=2 launch.processes=2",
