@@ -113,6 +113,8 @@ def _refuse(architecture: PreTrainedConfig, head: Head, reason: str) -> ConfigEr
 
 def _make_small(architecture: PreTrainedConfig, head: Head) -> PreTrainedModel:
     small = shrink(architecture)
+    # Where the code of a type that transformers does not have is.
+    small.name_or_path = architecture.name_or_path
     text = small.get_text_config()
     if text.pad_token_id is None:
         # Classes that look for the last token of a text ask for it.
