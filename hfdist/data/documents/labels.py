@@ -95,7 +95,7 @@ def _labels(corpus: Corpus) -> Iterator[object]:
 
 def _problem(seen: _Seen) -> ProblemType:
     if seen.has_lists and seen.has_single:
-        what, hint = "some rows have a list of labels, and others have one", "a list in each row, or one label in each row"
+        what, hint = "some rows have a list of labels, and others have one", "a list in each row, or in none"
         raise DataError(what, where="data.labels.problem_type", found="both", hint=hint)
     if seen.has_lists:
         return ProblemType.multi_label_classification

@@ -75,7 +75,7 @@ class NameDifferences:
                 f"{len(self.reshaped)} of its weights have other shapes than those of the model",
                 where=where,
                 found=(name, *_first(self.reshaped)),
-                hint="without model.config.*, and with as many data.labels.names as it has, the architecture is its own",
+                hint="without model.config.*, and with as many data.labels.names as it has, they are the same",
             )
         if may_differ or not (self.missing or self.unexpected):
             return
