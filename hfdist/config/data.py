@@ -251,7 +251,7 @@ class LabelsConfig:
     """What the labels of `labelled` and `tagged` rows are."""
 
     names: list[str] = field(default_factory=list)
-    """Names of the labels, in the order of the model's numbers: [negative, positive]; []: those of the rows, sorted."""
+    """Names of the labels, in the order of the model's numbers; []: of the rows, in the model's order or sorted."""
     problem_type: ProblemType = ProblemType.auto
     """auto | single_label_classification | multi_label_classification (a row has a list) | regression (a number)."""
 

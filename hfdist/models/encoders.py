@@ -5,8 +5,6 @@ Their texts cannot be packed: each is read in a row of its own (models/texts_apa
 
 from __future__ import annotations
 
-import copy
-
 import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -15,7 +13,7 @@ from hfdist.config.task import Head
 from hfdist.errors import ConfigError, first_line
 from hfdist.models.heads import HEADS
 from hfdist.models.positions import count_unused_positions
-from hfdist.models.probing import small_model
+from hfdist.models.probing import make_of_config, small_model
 from hfdist.models.shrink import shrink
 
 BOUND = 1e-5
@@ -115,19 +113,13 @@ def _refuse(architecture: PreTrainedConfig, head: Head, reason: str) -> ConfigEr
 
 def _make_small(architecture: PreTrainedConfig, head: Head) -> PreTrainedModel:
     small = shrink(architecture)
-    torch.default_generator.manual_seed(0)
-    model_class = HEADS[head].by_config[type(small)]
-    if isinstance(model_class, tuple | list):
-        # Of a type with several classes the first one is the usual one.
-        model_class = model_class[0]
-    if model_class.config_class is type(small.get_text_config()):
-        small = small.get_text_config()
-    if small.pad_token_id is None:
+    # Where the code of a type that transformers does not have is.
+    small.name_or_path = architecture.name_or_path
+    text = small.get_text_config()
+    if text.pad_token_id is None:
         # Classes that look for the last token of a text ask for it.
-        small.pad_token_id = 0
-    # By its constructor: `from_config` would partition it under ZeRO-3.
-    model: PreTrainedModel = model_class(copy.deepcopy(small))
-    return model.float().eval()
+        text.pad_token_id = 0
+    return make_of_config(small, head)
 
 
 @torch.no_grad()

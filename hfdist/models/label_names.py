@@ -7,6 +7,12 @@ from transformers import PreTrainedConfig
 from hfdist.config.data import LabelsConfig, ProblemType
 
 
+def own_labels(architecture: PreTrainedConfig) -> list[str]:
+    """Give the names of the labels that a model's config has, in the order of its numbers."""
+    named = architecture.id2label or {}
+    return [name for _, name in sorted((int(number), name) for number, name in named.items())]
+
+
 def set_labels(architecture: PreTrainedConfig, labels: LabelsConfig) -> None:
     """Let a model give a number for each label, or one number; in place.
 

@@ -7,13 +7,38 @@ import re
 
 import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
+from hfdist.config.task import Head
 from hfdist.models.adapter import inject_adapter
 from hfdist.models.cache_use import without_cache
 from hfdist.models.embeddings import has_token_loss, scores_sequences
+from hfdist.models.heads import HEADS, IMAGE_TEXT
 from hfdist.models.image_text import reads_images
 from hfdist.models.shrink import shrink
+
+
+def make_of_config(config: PreTrainedConfig, head: Head) -> PreTrainedModel:
+    """Make a model of a small config with random weights, whole and on the CPU; `head`: what it gives at its end."""
+    # torch.manual_seed would seed GPUs, too, which are not set back.
+    torch.default_generator.manual_seed(0)
+    own, config = HEADS[head], copy.deepcopy(config)
+    if head is Head.tokens and type(config) not in own.by_config and type(config) in IMAGE_TEXT.by_config:
+        own = IMAGE_TEXT
+    if type(config) not in own.by_config:
+        # Of a repository whose code the user trusts: its config is of that code, too.
+        remote: PreTrainedModel = own.auto.from_config(config, trust_remote_code=True)
+        return remote.float().eval()
+    model_class = own.by_config[type(config)]
+    if isinstance(model_class, tuple | list):
+        # Of a type with several classes the first one is the usual one.
+        model_class = model_class[0]
+    if model_class.config_class is type(config.get_text_config()):
+        # Of a model for text and images it takes the part for text.
+        config = config.get_text_config()
+    # By its constructor: `from_config` would partition it under ZeRO-3.
+    model: PreTrainedModel = model_class(config)
+    return model.float().eval()
 
 
 def small_model(model: PreTrainedModel) -> PreTrainedModel:

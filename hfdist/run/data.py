@@ -31,6 +31,7 @@ from hfdist.data.tokenization.image_tokens import ImageTokens
 from hfdist.data.tokenization.pair_encoder import adopt_languages
 from hfdist.environments.registry import load_environment
 from hfdist.errors import ConfigError
+from hfdist.models.label_names import own_labels
 from hfdist.models.tokenizer import load_tokenizer
 from hfdist.run.images import check_images, find_images
 from hfdist.topology import Topology
@@ -65,7 +66,7 @@ def make_cache(config: RunConfig) -> Path:
 
 
 def build_data(config: RunConfig, topology: Topology, architecture: PreTrainedConfig) -> RunData:
-    """Open what `config` names, for the data rank of `topology`; rows with images change `config.data`.
+    """Open what `config` names, for the data rank of `topology`; rows with images or labels change `config.data`.
 
     Raises:
         ConfigError, DataError: sources that are missing, unreadable or too small; images that the model or the layout
@@ -86,7 +87,7 @@ def build_data(config: RunConfig, topology: Topology, architecture: PreTrainedCo
             config.data.chat.tools = list(load_environment(config.task).tools)
         if config.data.format in (RowFormat.labelled, RowFormat.tagged):
             # As above: numbers of labels come of it.
-            config.data.labels = find_labels(corpus, config.data)
+            config.data.labels = find_labels(corpus, config.data, known=own_labels(architecture))
         Encoders.of(tokenizer, config.data, images).check(
             shard for source in corpus.sources.values() if source.gives_examples for shard in source
         )

@@ -44,7 +44,10 @@ class TextsWithLabels(Objective):
         self._tells_segments = self._tells_segments and _TYPES in inspect.signature(model.forward).parameters
 
     def write_files(self, folder: Path) -> None:
-        """Keep the padding that the model was trained with in its config, where decoders look for the end of a text."""
+        """Write the padding into the model's config, which an export leaves out where it is the end token.
+
+        Decoders take the state of the last token that is no padding.
+        """
         path = folder / "config.json"
         if path.is_file():
             values = json.loads(path.read_text(encoding="utf-8")) | {"pad_token_id": self._padding}

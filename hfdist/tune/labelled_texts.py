@@ -1,8 +1,10 @@
 """The texts of a batch, each in a row of its own, and its labels, which stand after it.
 
-labels -1 is a text, others are labels      a a a 3 | b b 1 c c c 0
-texts  [rows, most of a row, longest]       a a a     b b .
-. . .     c c c
+a batch, [rows, tokens]     texts, [rows, most texts of a row, longest]     their labels, [.., .., most labels]
+  row 0   a a a 3                     a a a   . . .                                   3   -1
+  row 1   b b 1 c c c 0               b b .   c c c                                   1    0
+
+In `labels` of the batch, tokens of labels are targets, and tokens of texts are not.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 from hfdist.config.data import DataConfig, LabelsConfig, ProblemType, RowFormat, cache_dir
@@ -36,8 +36,10 @@ class _Seen:
             self.has_fractions = True
 
 
-def find_labels(corpus: Corpus, config: DataConfig) -> LabelsConfig:
+def find_labels(corpus: Corpus, config: DataConfig, *, known: Sequence[str] = ()) -> LabelsConfig:
     """Give what `data.labels` says, completed from the rows: all are read once, and what is found is cached.
+
+    `known`: names in the model's config, in the order of its numbers. They stay where the rows have the same labels.
 
     Raises:
         ConfigError, DataError: rows of several kinds, names beside numbers, or more labels than a model may have.
@@ -59,23 +61,23 @@ def find_labels(corpus: Corpus, config: DataConfig) -> LabelsConfig:
     problem = labels.problem_type if is_told else _problem(seen)
     if problem is ProblemType.regression:
         return replace(labels, problem_type=problem)
-    return replace(labels, problem_type=problem, names=labels.names or _names(seen))
+    return replace(labels, problem_type=problem, names=labels.names or _names(seen, known))
 
 
 def _look(corpus: Corpus) -> _Seen:
     seen = _Seen()
     for label in _labels(corpus):
-        seen.has_lists, seen.has_single = (
-            seen.has_lists or isinstance(label, list),
-            seen.has_single or not isinstance(label, list),
-        )
+        seen.has_lists |= isinstance(label, list)
+        seen.has_single |= not isinstance(label, list)
         for one in label if isinstance(label, list) else [label]:
             seen.add(one)
         if max(len(seen.names), seen.largest) > _MOST_LABELS:
-            what, hint = "the rows have more labels than a model may have", "data.columns={label: COLUMN}"
-            allowed = f"<= {_MOST_LABELS:,}"
             raise DataError(
-                what, where="data.labels.names", found=f"more than {_MOST_LABELS:,}", allowed=allowed, hint=hint
+                "the rows have more labels than a model may have",
+                where="data.labels.names",
+                found=f"more than {_MOST_LABELS:,}",
+                allowed=f"<= {_MOST_LABELS:,}",
+                hint="data.columns={label: COLUMN}",
             )
     return seen
 
@@ -93,10 +95,7 @@ def _labels(corpus: Corpus) -> Iterator[object]:
 
 def _problem(seen: _Seen) -> ProblemType:
     if seen.has_lists and seen.has_single:
-        what, hint = (
-            "some rows have a list of labels, and others have one",
-            "data.labels.problem_type, for what is meant",
-        )
+        what, hint = "some rows have a list of labels, and others have one", "a list in each row, or in none"
         raise DataError(what, where="data.labels.problem_type", found="both", hint=hint)
     if seen.has_lists:
         return ProblemType.multi_label_classification
@@ -104,8 +103,8 @@ def _problem(seen: _Seen) -> ProblemType:
     return ProblemType.regression if is_number else ProblemType.single_label_classification
 
 
-def _names(seen: _Seen) -> list[str]:
-    """Give the names, sorted; of numbers those that transformers gives."""
+def _names(seen: _Seen, known: Sequence[str]) -> list[str]:
+    """Give the model's names, if the labels are these; else those seen, sorted, and of numbers transformers' names."""
     if seen.names and seen.largest >= 0:
         hint = "data.labels.names=[...], in the order of the numbers"
         found = f"{sorted(seen.names)[0]!r} and {seen.largest}"
@@ -116,4 +115,5 @@ def _names(seen: _Seen) -> list[str]:
     if len(names) < 2 and not seen.has_lists:
         what, hint = "there is nothing to tell apart: all rows have the same label", "data.labels.names=[...] with all"
         raise DataError(what, where="data.labels.names", found=", ".join(names) or "no label", hint=hint)
-    return names
+    is_known = sorted(known) == names if seen.names else len(known) == len(names)
+    return list(known) if is_known else names

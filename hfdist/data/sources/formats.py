@@ -56,6 +56,8 @@ _ROLES: Mapping[str, str] = {
 """The role that each value of ShareGPT's `from` stands for."""
 _CALLS = ("function_call", "tool_call")
 _SHOWN_CHARACTERS = 80
+_LONGEST_LABEL = 1000
+"""Characters of a name: all names are in memory, and in the model's config."""
 _NO_TAG = (None, IGNORED)
 """Tags of words whose label is not learned; the number is that of transformers' token classification."""
 
@@ -195,8 +197,9 @@ def _from_labelled(row: Mapping[str, object]) -> dict[str, object]:
 
 def _label(value: object, where: str) -> str | int | float:
     is_number = isinstance(value, int | float) and math.isfinite(value)
-    if not is_number and not (isinstance(value, str) and value):
-        _refuse("this is no label", where, value, "a name, a number, or a list of them")
+    if not is_number and not (isinstance(value, str) and 0 < len(value) <= _LONGEST_LABEL):
+        allowed = f"a name of at most {_LONGEST_LABEL:,} characters, a number, or a list of them"
+        _refuse("this is no label", where, value, allowed)
     assert isinstance(value, str | int | float)
     return int(value) if isinstance(value, bool) else value
 

@@ -75,7 +75,7 @@ class NameDifferences:
                 f"{len(self.reshaped)} of its weights have other shapes than those of the model",
                 where=where,
                 found=(name, *_first(self.reshaped)),
-                hint="without model.config.*, the architecture is the one in its config.json",
+                hint="without model.config.*, and with as many data.labels.names as it has, they are the same",
             )
         if may_differ or not (self.missing or self.unexpected):
             return

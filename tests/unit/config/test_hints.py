@@ -20,7 +20,7 @@ ERRORS = ("ConfigError", "conflict", "_misfit", "_no_option", "refuse")
 """What makes a message."""
 OTHERS = {
     # Of a file, which is to be changed, or of what is beside the config.
-    "files.py": "a config file is mended in an editor",
+    "refuse_resolver": "only the shell can give the value of a variable",
     "own_config.py": "a file is named, or mended in an editor",
     "finished.py": "the files of a run that has ended",
     "unnamed.py": "twenty folders of runs that have no name",

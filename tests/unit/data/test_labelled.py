@@ -144,6 +144,7 @@ def test_rows_without_a_label_have_one_token_and_no_item():
         ({"text": "red", "label": -1}, RowFormat.labelled, "the model has no such label"),
         ({"text": "red", "label": ["x"]}, RowFormat.labelled, "a row has one label"),
         ({"text": "red", "label": {}}, RowFormat.labelled, "this is no label: label"),
+        ({"text": "red", "label": "x" * 1001}, RowFormat.labelled, "this is no label: label"),
         ({"text": "red", "label": float("nan")}, RowFormat.labelled, "this is no label: label"),
         ({"tokens": ["red"], "tags": ["x", "y"]}, RowFormat.tagged, "each word has one tag: tags"),
         ({"tokens": [], "tags": []}, RowFormat.tagged, "the text is empty: tokens"),
@@ -192,12 +193,25 @@ def test_labels_that_do_not_go_together_are_refused(tmp_path, labels, said):
         _find(tmp_path, labels)
 
 
-def _find(folder, labels):
+@pytest.mark.parametrize(
+    ("labels", "known", "names"),
+    [
+        (["good", "bad"], ["good", "bad"], ["good", "bad"]),
+        (["good", "bad"], ["good", "bad", "none"], ["bad", "good"]),
+        ([0, 1], ["good", "bad"], ["good", "bad"]),
+        ([0, 1, 2], ["good", "bad"], ["LABEL_0", "LABEL_1", "LABEL_2"]),
+    ],
+)
+def test_a_model_that_has_these_labels_keeps_their_order(tmp_path, labels, known, names):
+    assert _find(tmp_path, labels, known).names == names
+
+
+def _find(folder, labels, known=()):
     rows = folder / "rows.jsonl"
     rows.write_text("".join(json.dumps({"text": f"red {n}", "label": one}) + "\n" for n, one in enumerate(labels)))
     own = (f"data.sources.files.path={rows}", f"data.cache_dir={folder}/cache", "data.lanes=1")
     config = make_config(RowFormat.labelled, *own).data
-    return find_labels(open_corpus(config), config)
+    return find_labels(open_corpus(config), config, known=known)
 
 
 def test_a_row_is_a_sequence_and_has_room_for_its_labels():
