@@ -237,10 +237,13 @@ class TokenStream(IterableDataset[dict[str, torch.Tensor]]):
         Args:
             cursor: states of all lanes, with the shares that hold from here on.
         """
-        before = self.lanes_of_run
         self._note_turns()
+        before, in_turn = self.lanes_of_run, self._in_turn
         self._take(cursor)
-        if self.lanes_of_run != before:
+        if self.lanes_of_run == before:
+            # Batches go on to come from there.
+            self._in_turn = in_turn
+        else:
             self._turn = 0
             self.num_deals += 1
 
