@@ -396,11 +396,11 @@ class TokenStream(IterableDataset[dict[str, torch.Tensor]]):
     def batches_in_turn(self, batch_size: int) -> Iterator[dict[str, torch.Tensor]]:
         """Give batches from here on, where `plan.has_even_turns`; what `next_batch` makes of `packed`, and faster."""
         places = {lane: state.pools[0].place for lane, state in self._states_of_worker(0, 1).items()}
+        if self.ledger is not None:
+            self.ledger.before_count = self._note_turns
         for sequences in open_turns(self.plan, self._open_documents(), places, batch_size):
             self._note_turns()
             self._in_turn = sequences
-            if self.ledger is not None:
-                self.ledger.before_count = self._note_turns
             while (pieces := sequences.next(batch_size)) is not None:
                 self._count(batch_size)
                 yield stack(pieces, self.plan.shape)
