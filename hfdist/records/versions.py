@@ -12,11 +12,11 @@ PACKAGES = ("hfdist", "transformers", "torch", "accelerate", "deepspeed", "datas
 
 def find_versions(packages: Iterable[str] = PACKAGES) -> dict[str, str]:
     """Give the versions of Python and of packages."""
-    return {"Python": platform.python_version()} | {package: _version(package) for package in packages}
+    return {"Python": platform.python_version()} | {package: _version_of(package) for package in packages}
 
 
 @functools.cache  # to read what is installed takes milliseconds
-def _version(package: str) -> str:
+def _version_of(package: str) -> str:
     # A checkout that is not installed has none.
     try:
         return version(package)

@@ -130,7 +130,7 @@ def break_machine(number, folder, runs):
         (about / "METADATA").write_text("Metadata-Version: 2.1\nName: transformers\nVersion: 4.0\n")
         sys.path.insert(0, str(folder))
         # The process that forks has read them.
-        versions._version.cache_clear()
+        versions._version_of.cache_clear()
 
 
 def be_rank(rank, name, folder, runs, world_size):

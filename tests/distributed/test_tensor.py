@@ -277,14 +277,14 @@ def differences_without_shares(model_type, fields):
     return is_alike, own_loss / loss - 1, float(engine.clip_grad_norm(0) / norm) - 1
 
 
-def held_by_blocks(layout):
+def held_by_blocks(layout, num_sequences):
     """Count the bytes of tensors as wide as the states after a forward of blocks that are computed again, or are not.
 
     Each tensor once, and no parameter.
     """
     model = make_model()
     make_strategy(**layout).build(model)
-    hidden, found = torch.randn(2, 16, 32, requires_grad=True), []
+    hidden, found = torch.randn(num_sequences, 32 // num_sequences, 32, requires_grad=True), []
     for recomputes in (True, False):
         if not recomputes:
             model.gradient_checkpointing_disable()
@@ -302,17 +302,18 @@ def held_by_blocks(layout):
 
 
 def beside_the_whole_and_without_shares():
-    held = [held_by_blocks({"sequence": is_shared}) for is_shared in (True, False)]
+    held = [[held_by_blocks({"sequence": is_shared}, number) for is_shared in (True, False)] for number in (1, 2)]
     return held, [differences_without_shares(*case) for case in WITH_DROPOUT]
 
 
 def test_ranks_that_share_tokens_keep_less_and_drop_what_one_process_drops():
-    half_of_states = SIZES["num_hidden_layers"] * 2 * 16 * 32 * 4 // 2
-    for (shared, whole), differences in run_ranks(beside_the_whole_and_without_shares, 2):
-        of_recomputed, of_kept = (more - less for more, less in zip(whole, shared, strict=True))
-        # The input of each block; else what two norms keep, too, and what they give to the tensor regions.
-        assert of_recomputed == half_of_states
-        assert of_kept == 7 * half_of_states
+    half_of_states = SIZES["num_hidden_layers"] * 32 * 32 * 4 // 2
+    for held, differences in run_ranks(beside_the_whole_and_without_shares, 2):
+        for shared, whole in held:
+            of_recomputed, of_kept = (more - less for more, less in zip(whole, shared, strict=True))
+            # The input of each block; else what two norms keep, too, and what they give to the tensor regions.
+            assert of_recomputed == half_of_states
+            assert of_kept == 7 * half_of_states
         for states_are_alike, *relative in differences:
             assert states_are_alike == [True] * 6
             assert relative == pytest.approx([0, 0], abs=1e-5)

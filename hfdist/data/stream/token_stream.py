@@ -247,10 +247,13 @@ class TokenStream(IterableDataset[dict[str, torch.Tensor]]):
         Args:
             cursor: states of all lanes, with the shares that hold from here on.
         """
-        before = self.lanes_of_run
         self._note_turns()
+        before, in_turn = self.lanes_of_run, self._in_turn
         self._take(cursor)
-        if self.lanes_of_run != before:
+        if self.lanes_of_run == before:
+            # Batches go on to come from there.
+            self._in_turn = in_turn
+        else:
             self._turn = 0
             self.num_deals += 1
 
@@ -405,11 +408,11 @@ class TokenStream(IterableDataset[dict[str, torch.Tensor]]):
     def batches_in_turn(self, batch_size: int) -> Iterator[dict[str, torch.Tensor]]:
         """Give batches from here on, where `plan.has_even_turns`; what `next_batch` makes of `packed`, and faster."""
         places = {lane: state.pools[0].place for lane, state in self._states_of_worker(0, 1).items()}
+        if self.ledger is not None:
+            self.ledger.before_count = self._note_turns
         for sequences in open_turns(self.plan, self._open_documents(), places, batch_size):
             self._note_turns()
             self._in_turn = sequences
-            if self.ledger is not None:
-                self.ledger.before_count = self._note_turns
             while (pieces := sequences.next(batch_size)) is not None:
                 self._count(batch_size)
                 yield stack(pieces, self.plan.shape)

@@ -194,6 +194,8 @@ class _GatheredInput:
 
     def __init__(self, whole: torch.Tensor, part: torch.Tensor, num_tokens: int, group: dist.ProcessGroup) -> None:
         self._whole, self._part = weakref.ref(whole), part
+        self._num_writes = whole._version
+        """Not 0 for one sequence: then it is the memory into which was gathered."""
         self._num_tokens, self._group = num_tokens, group
         self._num_kept = self._num_left = 0
         """Tensors that layers have kept, and those of them that the backward has not asked for."""
@@ -202,7 +204,7 @@ class _GatheredInput:
     def is_read_by(self, value: torch.Tensor) -> bool:
         """Whether a layer reads it as it was gathered."""
         # What was written in place since is kept as it is.
-        return self._whole() is value and value._version == 0
+        return self._whole() is value and value._version == self._num_writes
 
     def keep(self, storage: int, kept: torch.Tensor) -> _GatheredInput | torch.Tensor:
         """Stand for the whole one, by its storage, in what autograd keeps of a layer; the weight it keeps itself."""

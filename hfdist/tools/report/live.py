@@ -51,7 +51,7 @@ class LivePage:
         # Versions of another start of the server do not count: a browser that comes back takes all parts.
         self._boot = secrets.token_hex(4)
         self._changed = threading.Condition()
-        self._version = 0
+        self._num_changes = 0
         self._parts: dict[str, tuple[int, str]] = {}
         self.has_ended = False
         self.refresh()
@@ -64,8 +64,8 @@ class LivePage:
         with self._changed:
             for name, html in html_of.items():
                 if self._parts.get(name, (0, None))[1] != html:
-                    self._version += 1
-                    self._parts[name] = (self._version, html)
+                    self._num_changes += 1
+                    self._parts[name] = (self._num_changes, html)
             self._changed.notify_all()
 
     def follow(self) -> None:
@@ -94,7 +94,7 @@ class LivePage:
     def html(self, events: str) -> str:
         """Give the whole page as it is now. It asks for changes at the address `events`, with its version after `?`."""
         with self._changed:
-            found, version = {name: html for name, (_, html) in self._parts.items()}, self._version
+            found, version = {name: html for name, (_, html) in self._parts.items()}, self._num_changes
         return page(self.runs, found, events=f"{events}?{self._boot}-{version}")
 
     def wait_for_news(self, place: str) -> tuple[str, dict[str, str]]:
@@ -102,9 +102,9 @@ class LivePage:
         boot, _, version = place.partition("-")
         known = int(version) if boot == self._boot and version.isdecimal() else -1
         with self._changed:
-            self._changed.wait_for(lambda: self.has_ended or self._version > known, _PING_SECONDS)
+            self._changed.wait_for(lambda: self.has_ended or self._num_changes > known, _PING_SECONDS)
             news = {name: html for name, (own, html) in self._parts.items() if own > known}
-            return f"{self._boot}-{self._version}", news
+            return f"{self._boot}-{self._num_changes}", news
 
 
 class Server(ThreadingHTTPServer):

@@ -36,7 +36,8 @@ def draw_lines(trials: Sequence[Trial], metric: str) -> str:
         look = f'class="line {colour(0) if rank == 0 else "rest"}"' + ("" if is_good else ' opacity="0.3"')
         lines.append(f'<polyline {look} points="{points}"><title>trial {trial.number}</title></polyline>')
     axes = "".join(_axis(x, name, scale) for x, name, scale in zip(places, [*keys, metric], scales, strict=True))
-    words = f"Each line is a trial, over its values and {escaped(metric)}; blue is the best one, faint is no good one."
+    words = f"Each line is a trial, over its values and {escaped(metric)}; the best one is blue."
+    words += " Those that are not in the best quarter are faint."
     return (
         f'<figure class="chart"><svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{words}" font-size="13" '
         f'fill="currentColor">{"".join(lines)}{axes}</svg><p class="axis">{words}</p></figure>'

@@ -17,7 +17,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from hfdist.config.data import BadRows, SourceKind, WeightChange
+from hfdist.config.data import BadRows, Packing, SourceKind, WeightChange
 from hfdist.data import open_corpus
 from hfdist.data.pretokenize import pretokenize
 from hfdist.data.stream.ledger import Ledger, read_records
@@ -39,7 +39,7 @@ MIXTURES = {
     # Lanes finish the first two at different times, and then share out differently.
     "limits": {"weights": {"a": 1.0, "b": 2.0, "c": 3.0}, "epochs": {"a": 1, "b": 2}},
     TOKENS: {"weights": {"a": 2.0, "b": 1.0}, "epochs": {"b": 2}},
-    ONE_OF_TOKENS: {},
+    ONE_OF_TOKENS: {"weights": {"a": None, "b": None}},
 }
 TEXTS = {
     "a": [f"{n} " * (1 + n % 23) for n in range(90)],
@@ -57,6 +57,8 @@ def setting(packing, mixture):
         corpus = as_token_files(config, corpus)
     folder = Path(_CACHE.name) / f"reference-{packing.value}-{mixture}"
     run = Run(corpus, config, 1, ledger=lambda: Ledger(folder, corpus, BadRows.error))
+    in_columns = mixture == ONE_OF_TOKENS and packing is Packing.concat
+    assert run.streams[0].plan.has_even_turns == in_columns
     batches = [run.step() for _ in range(STEPS)]
     run.flush()
     assert max(int(np.max(read_records(folder, lane)["epoch"])) for lane in range(LANES)) >= 1

@@ -21,7 +21,7 @@ from hfdist.data.packing.sequence import Shape
 from hfdist.data.pretokenize import pretokenize
 from hfdist.data.sources.document_batch import DocumentBatch
 from hfdist.data.stream.lane import DocumentIterator, MultiLaneReader, open_lanes
-from hfdist.data.stream.ledger import Ledger, records_file
+from hfdist.data.stream.ledger import Ledger, read_records, records_file
 from hfdist.data.tokenization.encoders import Encoders
 from hfdist.errors import CheckpointError, DataError
 from tests.unit.data.corpora import texts, tokenizer
@@ -123,6 +123,24 @@ def test_batches_in_turn_are_those_of_sequences_one_by_one(folders, tmp_path, ba
                 written = [records_file(stream.ledger.folder, lane).read_bytes() for stream in (ours, theirs)]
                 assert written[0] == written[1] != b""
     assert ours.ahead().state_dict() == ours.state_dict() == theirs.state_dict()
+
+
+def test_a_deal_that_moves_no_lane_forgets_nothing(folders, tmp_path):
+    """Of the batches that are read already: islands deal after each exchange, and most times nobody has left."""
+    config = config_of(folders)
+    corpus = open_corpus(config)
+    ours, theirs = (TokenStream(corpus, tokenizer(), config, run=(0, 2)) for _ in "ab")
+    ours.ledger = Ledger(tmp_path, corpus, BadRows.error)
+    batches, sequences = iter(ours.loader(batch_size=2)), theirs.packed(0, 1)
+    for _ in range(9):
+        next(batches)
+        theirs.next_batch([next(sequences) for _ in range(2)])
+        ours.deal(ours.cursor())
+        assert ours.state_dict() == theirs.state_dict()
+    ours.ledger.flush()
+    for lane, state in ours.cursor().lanes.items():
+        numbers = set(read_records(tmp_path, lane)["sequence"].tolist())
+        assert numbers == set(range(state.sequences))
 
 
 def test_a_damaged_place_comes_in_its_own_batch(folders):

@@ -163,7 +163,7 @@ def _report(request: Request, plan: _Plan, figures: list[Figure]) -> None:
     if request.as_json:
         content = {
             "backend": plan["backend"],
-            "version": _version(plan["backend"]),
+            "version": _backend_version(plan["backend"]),
             "hosts": plan["hosts"],
             "links": {group: link._asdict() for group, link in links.items()},
             "figures": [one.to_json() for one in figures],
@@ -182,10 +182,10 @@ def _report(request: Request, plan: _Plan, figures: list[Figure]) -> None:
 def _head(plan: _Plan) -> str:
     hosts = plan["hosts"]
     machines = ", ".join(f"{host} ({hosts.count(host)})" for host in dict.fromkeys(hosts))
-    return f"{_version(plan['backend'])}, {len(hosts)} ranks: {machines}"
+    return f"{_backend_version(plan['backend'])}, {len(hosts)} ranks: {machines}"
 
 
-def _version(backend: str) -> str:
+def _backend_version(backend: str) -> str:
     """Give the backend, and what is known of how it works."""
     if backend == "gloo":
         return f"gloo of torch {torch.__version__}"
