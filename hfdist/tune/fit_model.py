@@ -30,8 +30,7 @@ def fit_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, head: 
     if head.is_padded:
         if tokenizer.pad_token is None:
             # Whoever opens the folder gives it several texts at once.
-            own = model.config.pad_token_id
-            tokenizer.pad_token_id = tokenizer.eos_token_id if own is None else own
+            tokenizer.pad_token_id = model.config.pad_token_id
         if head is Head.targets and model.generation_config.decoder_start_token_id is None:
             # In training such a type begins a target with its last token: mBART, with the language.
             model.generation_config.decoder_start_token_id = tokenizer(text_target="a")["input_ids"][-1]

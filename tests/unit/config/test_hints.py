@@ -29,7 +29,6 @@ OTHERS = {
     "_twice_in_a_file": "a defaults list is mended in an editor",
     # Of values that only files have.
     "explain_interpolation": "the value is to be written out",
-    "refuse_resolver": "the shell fills the value in",
 }
 
 
