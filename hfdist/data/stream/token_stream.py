@@ -87,7 +87,6 @@ class TokenStream(IterableDataset[dict[str, torch.Tensor]]):
         data_size: number of data ranks; divides the lanes.
         global_batch_size: sequences in a step of all runs together, by which `data.anneal` counts.
         run: number of this run, and how many share the lanes.
-        images: what images of rows become, under `data.packing=none`; None: rows have none.
 
     Raises:
         ConfigError: token files that another tokenizer made, or `data.anneal` without `global_batch_size`.
@@ -103,9 +102,10 @@ class TokenStream(IterableDataset[dict[str, torch.Tensor]]):
         data_size: int = 1,
         global_batch_size: int | None = None,
         run: tuple[int, int] = (0, 1),
-        images: ImageTokens | None = None,
     ) -> None:
-        self.corpus, self.config, self.images = corpus, config, images
+        self.corpus, self.config = corpus, config
+        self.images: ImageTokens | None = None
+        """What images of rows become, by `read_images`; None: rows have none."""
         self.needs_image = False
         """Whether each batch must have an image: see `stack_rows`."""
         self.decodes = True
@@ -116,7 +116,7 @@ class TokenStream(IterableDataset[dict[str, torch.Tensor]]):
         """Whether to accept a cursor of other data, and read these from their beginning."""
         self.tells_origins = False
         """Whether batches say of which documents they are made, for what is drawn by document and epoch."""
-        self._encoders = Encoders.of(tokenizer, config, images)
+        self._encoders = Encoders.of(tokenizer, config)
         check_token_sources(config.sources, self._encoders)
         self._global_batch_size = global_batch_size
         self._data_rank, self._data_size, (self._run, self._num_runs) = data_rank, data_size, run
@@ -126,6 +126,14 @@ class TokenStream(IterableDataset[dict[str, torch.Tensor]]):
         self.num_deals = 0
         """How often other lanes came to this rank, or others of their sequences."""
         self._take(self._beginning(0))
+
+    def read_images(self, images: ImageTokens | None) -> TokenStream:
+        """Let rows have images, under `data.packing=none`, before anything is read; None: as it is. Gives the stream."""
+        if images is not None:
+            self.images, self._encoders = images, self._encoders.with_images(images)
+            self.identity = _identity(self.corpus, self._encoders, self.config, self._global_batch_size)
+            self._take(self._beginning(0))
+        return self
 
     def at_beginning(self) -> TokenStream:
         """Give another stream of the same data for this rank, which stands where they begin, and writes no ledger."""
@@ -686,7 +694,7 @@ def count_steps(
     All data are packed once, and the count is cached; the cache also keeps the tokens, for the run itself. Counting
     stops at `at_most`. DataError: there is no batch with a target.
     """
-    stream = TokenStream(corpus, tokenizer, config, global_batch_size=global_batch_size, images=images)
+    stream = TokenStream(corpus, tokenizer, config, global_batch_size=global_batch_size).read_images(images)
     # The epochs, which end the stream, are not in its identity.
     epochs = [pool.epochs for pool in corpus.pools]
     settings = [stream.identity, epochs, corpus.local_fingerprint, global_batch_size, at_most]

@@ -82,6 +82,10 @@ class Encoders:
         labelled = data if data.format in LABELLED else None
         return cls(tokenizer, data.chat, data.texts, labelled, data.pairs, images)
 
+    def with_images(self, images: ImageTokens) -> Encoders:
+        """Give those of rows with images."""
+        return Encoders(self._tokenizer, self._chat, self._texts, self._labelled, self._pairs, images)
+
     # Made on demand: a copy of a large tokenizer takes tenths of a second, and a start needs little.
 
     @cached_property

@@ -190,7 +190,7 @@ def prove_once(run: PastRun, *, processes: int | None = None) -> Iterator[str]:
     """
     shares = run.config.islands.shares
     batch = shares * run.config.train.global_batch_size
-    stream = TokenStream(run.corpus, run.tokenizer, run.config.data, global_batch_size=batch, images=run.images)
+    stream = TokenStream(run.corpus, run.tokenizer, run.config.data, global_batch_size=batch).read_images(run.images)
     if processes is None:
         processes = usable_cores() if sum(map(len, run.ledger)) >= _MANY_RECORDS else 1
     audit = Audit(

@@ -73,7 +73,7 @@ def config_of(path, cache_dir, **settings):
 
 
 def stream_of(config, processor, given=None):
-    return TokenStream(open_corpus(config, given), processor.tokenizer, config, images=ImageTokens(processor))
+    return TokenStream(open_corpus(config, given), processor.tokenizer, config).read_images(ImageTokens(processor))
 
 
 # ---- beside the processor ----
