@@ -52,6 +52,25 @@ def takes_texts_apart(model: PreTrainedModel, head: Head) -> bool:
 
 
 @unset_fake_temporarily()
+def check_reads_no_further(architecture: PreTrainedConfig) -> None:
+    """Check that models of next tokens see no token after their own, which they would copy.
+
+    ConfigError: they do, as encoders that are opened so, by trying a small model.
+    """
+    with torch.random.fork_rng(devices=[]):
+        try:
+            sees_next = reads_ahead(_make_small(architecture, Head.tokens))
+        except Exception:  # whatever a model raises that cannot be made small, or reads something else than text
+            return
+    if sees_next:
+        error = _refuse(architecture, Head.tokens, "a token of this model sees the next ones, which it should predict")
+        error.allowed = "a model in which a token sees only those before it"
+        decoder = "model.config.is_decoder=true, " if getattr(architecture, "is_decoder", None) is False else ""
+        error.hint = f"{decoder}hfdist tune task=mlm, or another model.name"
+        raise error
+
+
+@unset_fake_temporarily()
 def check_reads_texts(architecture: PreTrainedConfig, *, head: Head, longest: int) -> bool:
     """Try whether models of this architecture read texts in padded rows as they read each text alone.
 
@@ -83,7 +102,10 @@ def check_reads_texts(architecture: PreTrainedConfig, *, head: Head, longest: in
             if head is Head.none and architecture.model_type in HEADS[Head.tokens].by_type:
                 # It may be packed.
                 return False
-            raise _refuse(architecture, head, f"a small model cannot read texts: {first_line(error)}") from error
+            reason = f"a small model cannot read texts: {first_line(error)}"
+            if architecture.is_encoder_decoder:
+                reason = "this is an encoder-decoder, which reads a text only beside a target"
+            raise _refuse(architecture, head, reason) from error
     # Also where it is no number.
     if not difference <= BOUND:
         reason = f"a text says something else beside longer ones: a small model differs by {difference:.0e}"

@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
+import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from hfdist.config.data import Packing
@@ -20,7 +21,8 @@ from hfdist.models import find_architecture
 from hfdist.models.adapter_trial import try_adapter
 from hfdist.models.attention_choice import choose_attention
 from hfdist.models.blocks import compile_blocks, compiles_blocks
-from hfdist.models.encoders import check_reads_texts, takes_texts_apart
+from hfdist.models.build import make_without_values
+from hfdist.models.encoders import check_reads_no_further, check_reads_texts, takes_texts_apart
 from hfdist.models.float8 import use_float8
 from hfdist.models.positions import counts_from_zero
 from hfdist.models.probing import class_keeps_documents_apart
@@ -33,6 +35,7 @@ from hfdist.strategies.select import device_type_here
 from hfdist.tune.embedding_folder import read_pooling
 from hfdist.tune.embedding_losses import check_sizes
 from hfdist.tune.learned_reward import check_reward_model
+from hfdist.tune.reward import find_scorer
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +58,11 @@ def find_model(config: RunConfig) -> FoundModel:
     longest = config.data.longest_side if head is Head.targets else config.data.sequence_length
     architecture = find_architecture(start.model, sequence_length=longest, head=head)
     try_adapter(start.model, architecture, config.adapter, head=head)
+    if head is Head.score:
+        with torch.device("meta"):
+            find_scorer(make_without_values(start.model, architecture, head=head))
+    if head is Head.tokens:
+        check_reads_no_further(architecture)
     if config.task.reward_model is not None:
         check_reward_model(config.task.reward_model)
     is_encoder = False

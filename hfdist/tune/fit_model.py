@@ -21,8 +21,7 @@ def fit_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, head: 
     Raises:
         ConfigError: as of `check_packable`.
     """
-    if not takes_texts_apart(model, head):
-        check_packable(model, where="model.name, model.type")
+    check_fits(model, head)
     if model.config.pad_token_id is None:
         # A model for sequence classification asks for it.
         own = tokenizer.pad_token_id
@@ -40,6 +39,12 @@ def fit_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, head: 
             module.p = 0.0
         for name in [name for name, value in vars(module).items() if "dropout" in name and isinstance(value, float)]:
             setattr(module, name, 0.0)
+
+
+def check_fits(model: PreTrainedModel, head: Head) -> None:
+    """Check that an objective may pack documents for the model, if it does; ConfigError: as of `check_packable`."""
+    if not takes_texts_apart(model, head):
+        check_packable(model, where="model.name, model.type")
 
 
 def check_packable(model: PreTrainedModel, *, where: str) -> None:

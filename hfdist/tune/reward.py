@@ -40,21 +40,26 @@ class RewardPairs(Objective):
         return torch.where(is_pair, -logsigmoid(margins), 0).sum()
 
 
+def find_scorer(model: PreTrainedModel) -> nn.Module:
+    """Give the layer that scores each token; ConfigError: the model has none, as encoders pool a text before it."""
+    scorer = getattr(model, SCORE, None)
+    if not isinstance(scorer, nn.Module):
+        what = "the model has no layer `score`, which decoders for sequence classification have in transformers"
+        hint = "a decoder, such as llama or qwen3; an encoder learns to order texts by hfdist rerank"
+        raise ConfigError(what, where="model.name, model.type", found=type(model).__name__, hint=hint)
+    return scorer
+
+
 def token_scores(model: nn.Module, batch: Batch) -> torch.Tensor:
     """Give the score at each token; shape [rows, tokens].
 
-    The model itself gives the score of a row's last token only, so the output of its layer is taken. A ConfigError: it
-    has no such layer.
+    The model itself gives the score of a row's last token only, so the output of its layer is taken.
     """
     base: Any = model
     while not isinstance(base, PreTrainedModel):
         base = base.module
-    scorer = getattr(base, SCORE, None)
-    if not isinstance(scorer, nn.Module):
-        what, hint = "the model has no layer `score`, as sequence classification has in transformers", "another model.*"
-        raise ConfigError(what, where="model.name", found=type(base).__name__, hint=hint)
     found: list[torch.Tensor] = []
-    handle = scorer.register_forward_hook(lambda module, args, output: found.append(output))
+    handle = find_scorer(base).register_forward_hook(lambda module, args, output: found.append(output))
     try:
         model(input_ids=batch["input_ids"], position_ids=batch["position_ids"], use_cache=False)
     finally:

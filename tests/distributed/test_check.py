@@ -101,6 +101,26 @@ def test_adapters_attention_and_packing_have_the_reasons_of_a_run(tmp_path):
     assert "see each other" in found["best_fit"].remark
 
 
+@pytest.mark.parametrize(
+    ("model_type", "fields", "command", "verdict"),
+    [
+        ("bert", {}, "pretrain", "sees the next ones"),
+        ("bert", {"is_decoder": True}, "dpo", "documents are packed"),
+        ("bert", {}, "reward", "no layer `score`"),
+        ("bart", {}, "classify", None),
+        ("t5", {}, "reward", "no layer `score`"),
+        ("t5", {}, "embed", "only beside a target"),
+        ("t5", {}, "seq2seq", None),
+    ],
+)
+def test_a_task_is_taken_as_a_run_takes_it(tmp_path, model_type, fields, command, verdict):
+    """Refused are those that a run refuses once its model is built, too."""
+    AutoConfig.for_model(model_type, **fields).save_pretrained(tmp_path)
+    answer = Checker(str(tmp_path)).answer(Question(about="task", choice=command, command=command))
+    assert answer.verdict is (Verdict.yes if verdict is None else Verdict.no)
+    assert verdict is None or verdict in answer.reason.what
+
+
 def test_each_task_is_asked_once():
     asked = [question.command for question in ask_tasks()]
     assert {f"task={name.value}" for name in TaskName if name is not TaskName.causal_lm} <= {

@@ -6,7 +6,7 @@ from transformers import AutoConfig, AutoModel
 
 from hfdist.config.task import Head, Pooling
 from hfdist.errors import ConfigError
-from hfdist.models.encoders import check_reads_texts, takes_texts_apart
+from hfdist.models.encoders import check_reads_no_further, check_reads_texts, takes_texts_apart
 from hfdist.models.shrink import shrink
 from hfdist.models.texts_apart import TextsApart
 from hfdist.tune.embedding_folder import read_pooling
@@ -53,6 +53,21 @@ def test_models_with_labels_and_encoders_take_texts_apart():
     assert takes_texts_apart(bert, Head.none)
     assert not takes_texts_apart(llama, Head.none)
     assert takes_texts_apart(llama, Head.labels)
+
+
+def test_next_tokens_are_not_learned_by_models_that_see_them():
+    for kind in ("llama", "gpt2"):
+        check_reads_no_further(AutoConfig.for_model(kind))
+    check_reads_no_further(AutoConfig.for_model("bert", is_decoder=True))
+    with pytest.raises(ConfigError, match="sees the next ones") as refused:
+        check_reads_no_further(AutoConfig.for_model("bert"))
+    assert "model.config.is_decoder=true" in refused.value.hint
+
+
+@pytest.mark.parametrize("head", [Head.none, Head.labels])
+def test_an_encoder_decoder_that_reads_beside_a_target_is_named_so(head):
+    with pytest.raises(ConfigError, match="only beside a target"):
+        check_reads_texts(AutoConfig.for_model("t5"), head=head, longest=16)
 
 
 def test_texts_go_apart_and_back():

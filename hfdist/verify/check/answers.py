@@ -22,12 +22,14 @@ from hfdist.config.data import Packing
 from hfdist.config.model import AdapterConfig, Attention
 from hfdist.config.run import RunConfig
 from hfdist.config.strategy import StrategyConfig
+from hfdist.config.task import TaskName
 from hfdist.errors import ConfigError, HfdistError
 from hfdist.models.build import make_without_values
 from hfdist.models.peft_config import check_adapter
 from hfdist.run.model import check_packing, find_model, why_documents_mix
 from hfdist.strategies.model_fit import check_model_fits
 from hfdist.strategies.select import device_type_here, select_strategy
+from hfdist.tune.fit_model import check_fits
 from hfdist.verify.check.questions import Question, ask_layouts, ask_others, ask_tasks
 from hfdist.verify.check.small_run import MOST_TOKENS, Step, train_small
 from hfdist.verify.parity import small_architecture
@@ -42,6 +44,10 @@ class Verdict(Enum):
     yes = "yes"
     no = "no"
     untried = "untried"
+
+
+_TAKEN = (Verdict.yes, Verdict.untried)
+"""Verdicts of tasks in runs of which all else is asked; the better first."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -77,24 +83,20 @@ class Checker:
         """What came of each small run: tasks with the same head train the same one."""
 
     def answers(self) -> Iterator[Answer]:
-        """Answer everything, one after the other: tasks, then all others in runs of the first task that it takes.
+        """Answer everything: tasks, then all others in runs of the first task that trains, or else that is untried.
 
         Raises:
             HfdistError: no task takes the model, or it cannot be found or read: the refusal of the first task.
         """
-        answers = []
-        for question in ask_tasks():
-            answers.append(self.answer(question))
-            if answers[-1].verdict is not Verdict.no:
-                break
-        else:
+        answers = list(map(self.answer, ask_tasks()))
+        taken = next((one for verdict in _TAKEN for one in answers if one.verdict is verdict), None)
+        if taken is None:
             # What no task takes has no table.
             assert answers[0].reason is not None
             raise answers[0].reason
         yield from answers
-        taken = answers[-1].question.command
-        yield from map(self.answer, list(ask_tasks())[len(answers) :])
-        yield from map(self.answer, chain(ask_layouts(taken), ask_others(taken)))
+        command = taken.question.command
+        yield from map(self.answer, chain(ask_layouts(command), ask_others(command)))
 
     def answer(self, question: Question) -> Answer:
         """Answer one question."""
@@ -117,13 +119,15 @@ class Checker:
         check_adapter(config.adapter, config.model, strategy)
         found = find_model(config)
         check_model_fits(found.config, processes)
+        head = config.task.name.traits.head
+        with torch.device("meta"):
+            model = make_without_values(found.config.model, found.architecture, head=head)
+        check_packing(model, config.data.packing, strategy, head)
+        if config.task.name is not TaskName.causal_lm:
+            check_fits(model, head)
         if question.about != "packing":
             self._compare(found.config, found.architecture, processes)
             return None
-        head = config.task.name.traits.head
-        with torch.device("meta"):
-            model = make_without_values(config.model, found.architecture, head=head)
-        check_packing(model, config.data.packing, strategy, head)
         return None if config.data.packing is Packing.none else why_documents_mix(model)
 
     def _compare(self, config: RunConfig, architecture: PreTrainedConfig, processes: int) -> None:

@@ -8,9 +8,10 @@ from typing import NamedTuple
 
 import torch
 from torch import nn
-from transformers import PreTrainedConfig, default_data_collator
+from transformers import PreTrainedConfig, PreTrainedModel, default_data_collator
 
 from hfdist.apart import Limits, confine
+from hfdist.config.batch import IGNORED
 from hfdist.config.checks.preflight import plan_run
 from hfdist.config.run import RunConfig
 from hfdist.config.task import Head
@@ -18,13 +19,16 @@ from hfdist.errors import ConfigError, HfdistError, first_line
 from hfdist.models import TrainableParameters, build_model
 from hfdist.models.loss import choose_loss
 from hfdist.models.probing import loss_of_states
+from hfdist.models.target_loss import fill_special_ids
 from hfdist.run.training_arguments import build_arguments
+from hfdist.strategies.base import Strategy
 from hfdist.strategies.engine import Batch
 from hfdist.strategies.select import device_type_here, select_strategy
 from hfdist.testing import RankFailed, run_ranks
 from hfdist.trainer.run_options import RunOptions
 from hfdist.trainer.step.objective import Objective
 from hfdist.trainer.trainer import Trainer
+from hfdist.tune.seq2seq import SequenceToSequence
 from hfdist.verify.check.questions import NUM_SEQUENCES, NUM_STEPS
 
 NUM_TOKENS, MOST_TOKENS = 32, 256
@@ -43,10 +47,7 @@ class Step(NamedTuple):
 
 
 class _States(Objective):
-    """A loss for models that give no loss of next tokens: of states, scores or logits, a sum over sequences."""
-
-    def __init__(self, *, has_decoder: bool) -> None:
-        self._has_decoder = has_decoder
+    """A loss for models that give no loss of tokens: of states, scores or logits, a sum over sequences."""
 
     def count(self, batch: Batch) -> torch.Tensor:
         """Count the sequences."""
@@ -54,9 +55,7 @@ class _States(Objective):
 
     def loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         """Sum over the sequences, of which a micro batch has one."""
-        ids = batch["input_ids"]
-        read_by_decoder = {"decoder_input_ids": ids} if self._has_decoder else {}
-        return loss_of_states(model(input_ids=ids, **read_by_decoder)[0])
+        return loss_of_states(model(input_ids=batch["input_ids"])[0])
 
 
 def train_small(config: RunConfig, architecture: PreTrainedConfig, processes: int) -> list[Step]:
@@ -98,32 +97,50 @@ def _train(config: RunConfig, architecture: PreTrainedConfig) -> list[Step]:
         config.strategy, config.train, topology=topology, batch=batch, device_type=device_type_here()
     )
     arguments = build_arguments(config, strategy, max_steps=NUM_STEPS)
+    head = config.task.name.traits.head
+    if head is Head.targets:
+        fill_special_ids(architecture, 0)
     model = build_model(
         config.model,
         architecture,
         seed=config.train.seed,
         layout=strategy,
         trained=TrainableParameters.of(config),
-        head=config.task.name.traits.head,
+        head=head,
     )
-    has_loss = config.task.name.traits.head is Head.tokens
-    head = choose_loss(config, model, strategy) if has_loss else None
-    objective = None if has_loss else _States(has_decoder=architecture.is_encoder_decoder)
     trainer = Trainer(
         model,
         arguments,
         strategy=strategy,
-        train_dataset=_rows(),
+        train_dataset=_rows(head, architecture),
         data_collator=default_data_collator,
-        options=RunOptions(objective=objective, loss_head=head),
+        options=_options(config, model, strategy),
     )
     trainer.train()
     lines = (line for line in trainer.state.log_history if "grad_norm" in line)
     return [Step(line["loss"], line["grad_norm"]) for line in lines]
 
 
-def _rows() -> list[dict[str, torch.Tensor]]:
-    """Sequences for all steps, of each of which all tokens are targets."""
+def _options(config: RunConfig, model: PreTrainedModel, strategy: Strategy) -> RunOptions:
+    match config.task.name.traits.head:
+        case Head.tokens:
+            return RunOptions(loss_head=choose_loss(config, model, strategy))
+        case Head.targets:
+            return RunOptions(objective=SequenceToSequence())
+        case _:
+            return RunOptions(objective=_States())
+
+
+def _rows(head: Head, architecture: PreTrainedConfig) -> list[dict[str, torch.Tensor]]:
+    """Sequences for all steps, of each of which all tokens are targets; of an encoder-decoder those of its half."""
     generator = torch.Generator().manual_seed(0)
     rows = torch.randint(MOST_TOKENS // 2, (NUM_STEPS * NUM_SEQUENCES, NUM_TOKENS), generator=generator)
-    return [{"input_ids": row, "labels": row} for row in rows]
+    end = architecture.get_text_config().eos_token_id
+    if head.gives_labels and isinstance(end, int):
+        # Some classes take the state of this token for that of the text, and have one in each.
+        rows[rows == end] = end + 1
+        rows[:, -1] = end
+    labels = rows.clone()
+    if head is Head.targets:
+        labels[:, : NUM_TOKENS // 2] = IGNORED
+    return [{"input_ids": row, "labels": own} for row, own in zip(rows, labels, strict=True)]
