@@ -128,7 +128,7 @@ class TokenStream(IterableDataset[dict[str, torch.Tensor]]):
         self._take(self._beginning(0))
 
     def read_images(self, images: ImageTokens | None) -> TokenStream:
-        """Let rows have images, under `data.packing=none`, before anything is read; None: as it is. Gives the stream."""
+        """Let rows have images, under `data.packing=none`, before anything is read; None: as it is. Give the stream."""
         if images is not None:
             self.images, self._encoders = images, self._encoders.with_images(images)
             self.identity = _identity(self.corpus, self._encoders, self.config, self._global_batch_size)
