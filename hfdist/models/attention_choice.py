@@ -25,7 +25,7 @@ from hfdist.models.blocks import compiles_on_gpus
 from hfdist.models.document_attention import BY_DOCUMENTS, HAS_KERNEL, HEAD_MULTIPLE, LARGEST_HEAD
 from hfdist.models.embeddings import scores_sequences
 from hfdist.models.experts import first_number
-from hfdist.models.heads import HEADS, IMAGE_TEXT
+from hfdist.models.heads import head_class
 from hfdist.models.shrink import shrink
 
 BOUND = 1e-5
@@ -156,10 +156,7 @@ def _make(small: PreTrainedConfig, attention: str | None, head: Head) -> PreTrai
     small._attn_implementation = attention
     # torch.manual_seed would seed GPUs, too, which are not set back.
     torch.default_generator.manual_seed(0)
-    own = HEADS[head]
-    if head is Head.tokens and type(small) not in own.by_config:
-        own = IMAGE_TEXT
-    model_class = own.by_config[type(small)]
+    model_class = head_class(head, small).by_config[type(small)]
     if model_class.config_class is type(small.get_text_config()):
         # Of a model for text and images it takes the part for text.
         small = small.get_text_config()
