@@ -45,7 +45,7 @@ def single(tmp_path_factory, models, rows, cache_dir):
     folder, known = tmp_path_factory.mktemp("single"), {}
 
     def of(family, *adapter):
-        key = "-".join((family, *adapter))
+        key = "-".join((family, *adapter)).replace("=", "-")
         if key not in known:
             known[key] = finetune(folder / key, models(family), rows, 1, *adapter)
         return known[key]
