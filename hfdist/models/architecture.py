@@ -24,7 +24,7 @@ from hfdist.config.task import Head
 from hfdist.errors import ConfigError, HfdistError, first_line, nearest
 from hfdist.models.build import make_without_values
 from hfdist.models.cache_use import set_use_cache
-from hfdist.models.heads import HEADS, is_type
+from hfdist.models.heads import HEADS, IMAGE_TEXT, has_class, is_type
 from hfdist.models.hub_client import reading_from_hub
 
 _LARGE_CONFIG = 1 << 20
@@ -46,7 +46,7 @@ def find_architecture(config: ModelConfig, *, sequence_length: int, head: Head =
         _try(config, head)
     architecture = _named(config) if config.name is not None else _of_type(config, head)
     own = HEADS[head]
-    if not is_type(head, architecture.model_type) and not config.trust_remote_code:
+    if not has_class(head, architecture) and not config.trust_remote_code:
         raise ConfigError(
             f"transformers has no {own.kind} of this type",
             where="model.name" if config.name else "model.type",
@@ -99,11 +99,11 @@ def _try(config: ModelConfig, head: Head) -> None:
         if file.stat().st_size < _LARGE_CONFIG:
             # So that the fork has it: the import is most of the time.
             kind = json.loads(file.read_bytes()).get("model_type")
-            getattr(transformers, str(HEADS[head].by_type.get(kind)))
+            getattr(transformers, str(HEADS[head].by_type.get(kind) or IMAGE_TEXT.by_type.get(kind)))
 
     def make() -> None:
         architecture = _named(config)
-        if is_type(head, architecture.model_type):
+        if has_class(head, architecture):
             with torch.device("meta"):
                 make_without_values(config, architecture, head=head)
 

@@ -105,6 +105,11 @@ def head_class(head: Head, architecture: PreTrainedConfig) -> HeadClass:
     return IMAGE_TEXT if head is Head.tokens and may_read_images(architecture) else HEADS[head]
 
 
+def has_class(head: Head, architecture: PreTrainedConfig) -> bool:
+    """Whether transformers has a model of a config that ends so."""
+    return architecture.model_type in HEADS[head].by_type or head_class(head, architecture) is IMAGE_TEXT
+
+
 def is_type(head: Head, kind: object) -> bool:
     """Whether transformers has a model of this type that ends so; one that writes text may read images, too."""
     return kind in HEADS[head].by_type or (head is Head.tokens and kind in IMAGE_TEXT.by_type)

@@ -30,7 +30,7 @@ _MARK = "hfdist_reads_images"
 
 
 def may_read_images(architecture: PreTrainedConfig) -> bool:
-    """Whether transformers makes a model of image and text of a config.
+    """Whether transformers makes a model of image and text of a config, which writes by a decoder alone.
 
     Some types have a class for text alone, too: of these, the config of a checkpoint names its own class.
     """
@@ -38,7 +38,7 @@ def may_read_images(architecture: PreTrainedConfig) -> bool:
     own, of_text = (
         names.get(kind) for names in (MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
     )
-    if own is None:
+    if own is None or architecture.is_encoder_decoder:
         return False
     return of_text in (None, own) or own in (getattr(architecture, "architectures", None) or ())
 
@@ -74,16 +74,15 @@ def read_images(model: PreTrainedModel, *, unreached: Collection[str]) -> None:
         model: whole.
         unreached: of `find_unreached`.
     """
-    owners = {name.rpartition(".")[0] for name in unreached}
     for name, parameter in model.named_parameters():
-        # An adapter's weights stand within the layer beside which they are.
-        if from_the_end(model, name) in unreached or any(_is_within(from_the_end(model, name), one) for one in owners):
+        if from_the_end(model, name) in unreached:
             parameter.requires_grad_(False)
+    for name, module in model.named_modules():
+        # A layer of PEFT holds the one that it changes.
+        own = module.get_base_layer().named_parameters(recurse=False) if hasattr(module, "get_base_layer") else ()
+        if any(from_the_end(model, f"{name}.{of_layer}") in unreached for of_layer, _ in own):
+            module.requires_grad_(False)
     setattr(model, _MARK, True)
-
-
-def _is_within(name: str, owner: str) -> bool:
-    return bool(owner) and ".lora_" in name and name.startswith(f"{owner}.")
 
 
 def read_text_alone(model: PreTrainedModel) -> None:

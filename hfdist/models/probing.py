@@ -13,7 +13,7 @@ from hfdist.config.task import Head
 from hfdist.models.adapter import inject_adapter
 from hfdist.models.cache_use import without_cache
 from hfdist.models.embeddings import has_token_loss, scores_sequences
-from hfdist.models.heads import HEADS, IMAGE_TEXT
+from hfdist.models.heads import head_class
 from hfdist.models.image_text import reads_images
 from hfdist.models.shrink import shrink
 
@@ -22,9 +22,7 @@ def make_of_config(config: PreTrainedConfig, head: Head) -> PreTrainedModel:
     """Make a model of a small config with random weights, whole and on the CPU; `head`: what it gives at its end."""
     # torch.manual_seed would seed GPUs, too, which are not set back.
     torch.default_generator.manual_seed(0)
-    own, config = HEADS[head], copy.deepcopy(config)
-    if head is Head.tokens and type(config) not in own.by_config and type(config) in IMAGE_TEXT.by_config:
-        own = IMAGE_TEXT
+    own, config = head_class(head, config), copy.deepcopy(config)
     if type(config) not in own.by_config:
         # Of a repository whose code the user trusts: its config is of that code, too.
         remote: PreTrainedModel = own.auto.from_config(config, trust_remote_code=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from hfdist.config.task import Head, TaskName
-from hfdist.models.heads import HEADS, IMAGE_TEXT
+from hfdist.models.heads import HEADS, IMAGE_TEXT, is_type
 from hfdist.run.ending import Ending
 
 _PROMPT = "Once upon a time"
@@ -23,7 +23,8 @@ def describe_use(end: Ending) -> list[str]:
         return _rank(folder)
     if end.config.data.images.used:
         return _ask_about_image(folder)
-    name = (HEADS[head] if end.model_type in HEADS[head].by_type else IMAGE_TEXT).auto.__name__
+    reads_images = end.model_type not in HEADS[head].by_type and is_type(head, end.model_type)
+    name = (IMAGE_TEXT if reads_images else HEADS[head]).auto.__name__
     imports = [f"from transformers import {name}, AutoTokenizer"]
     if end.config.adapter.is_used and not (end.folder / "config.json").is_file():
         name = name.replace("AutoModel", "AutoPeftModel")

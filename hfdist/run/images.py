@@ -56,8 +56,11 @@ def find_images(
         return None
     _check_layout(config)
     if config.data.packing is not Packing.none:
-        packing = config.data.packing.value
-        logger.info("data.packing: none, as rows have images: %s would put several into one sequence", packing)
+        logger.info(
+            "data.packing=%s becomes none, as rows have images, and a sequence takes one row; to pack the texts alone: "
+            "data.images.used=false",
+            config.data.packing.value,
+        )
         config.data.packing = Packing.none
     return ImageTokens(load_processor(config.model, architecture, tokenizer))
 

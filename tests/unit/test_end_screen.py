@@ -116,6 +116,13 @@ def test_preferences_have_another_measure():
     assert "AutoModelForSequenceClassification" in describe_end(tuned("reward"))
 
 
+@pytest.mark.parametrize(
+    ("kind", "name"), [("llava", "ImageTextToText"), ("gemma3", "CausalLM"), ("of_a_repository", "CausalLM")]
+)
+def test_a_model_is_opened_by_the_class_of_its_type(kind, name):
+    assert f"AutoModelFor{name}, AutoTokenizer)" in describe_end(replace(tuned(), model_type=kind))
+
+
 def test_answers_are_counted_by_their_prompts():
     said = describe_end(replace(tuned("grpo"), loss=-0.25, left_out=None, cut_off=0.5, rewards=(0.1, 0.3)))
     assert "reward 0.3000 in the last step (0.1000 in the first), held-out reward 0.2500, of greedy answers\n" in said

@@ -150,8 +150,10 @@ class TestArchitecture:
         with pytest.raises(ConfigError, match="llama"):
             load_architecture(ModelConfig(type="lama"), tokenizer, sequence_length=16)
 
-    def test_a_model_without_a_causal_head_is_refused(self, tokenizer, tmp_path):
-        AutoConfig.for_model("vit").save_pretrained(tmp_path)
+    # The second reads images, and writes what an encoder has read.
+    @pytest.mark.parametrize("kind", ["vit", "florence2"])
+    def test_a_model_without_a_causal_head_is_refused(self, tokenizer, tmp_path, kind):
+        AutoConfig.for_model(kind).save_pretrained(tmp_path)
         with pytest.raises(ConfigError, match="no causal language model"):
             load_architecture(ModelConfig(name=str(tmp_path)), tokenizer, sequence_length=16)
 

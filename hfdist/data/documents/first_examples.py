@@ -45,7 +45,7 @@ def are_chats(corpus: Corpus) -> bool | None:
 
 
 def have_images(corpus: Corpus) -> bool:
-    """Whether one of the first rows of a source has an image, or would have, could it be read."""
+    """Whether one of the first rows of a source has an image; those that cannot be read do not count."""
     first = 0
     for source in corpus.sources.values():
         num_documents = int(source.runs.rows.sum())

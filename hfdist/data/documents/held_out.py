@@ -87,10 +87,10 @@ class HeldOutImages(Dataset[dict[str, torch.Tensor]]):
         return bool(are_images(self._rows[index][2:]).any())
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        document, num_tokens, *tokens = self._rows[index]
-        own = np.array(tokens[:num_tokens], dtype=np.int32)
-        records = make_records(1, document=int(document), num_tokens=int(num_tokens))
-        sequence = Sequence([own], [int(num_tokens)], [], Place(), int(num_tokens), 1, records)
+        document, num_tokens = self._rows[index][:2].tolist()
+        own = np.array(self._rows[index][2 : 2 + num_tokens])
+        records = make_records(1, document=document, num_tokens=num_tokens)
+        sequence = Sequence([own], [num_tokens], [], Place(), num_tokens, 1, records)
         return image_row(self._reader.read(sequence), self._images)
 
 

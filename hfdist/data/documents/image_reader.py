@@ -41,7 +41,8 @@ class ImageReader:
         (document,) = numbers_of(sequence.records).tolist()
         files = self._corpus.images(document)
         if sum(self._images.num_features(file.size) for file in files) != num_features:
-            what, hint = "the row has other images than when its tokens were made", "the images as they were"
+            what = "the row has other images than when its tokens were made"
+            hint = "the images as they were; or another data.cache_dir, where tokens are made anew"
             raise DataError(what, where=str(self._corpus.origin(document)), hint=hint)
         try:
             return sequence._replace(images=self._images.inputs([decode(file) for file in files]))

@@ -176,9 +176,16 @@ def collate(sequences: list[Sequence], packing: Packing, shape: Shape) -> dict[s
         return stack(Pieces.of(sequences), shape)
     rows = [make_rows(Pieces.of([one]), np.int64) for one in sequences]
     ids, _, labels = zip(*(map(torch.from_numpy, own) for own in rows), strict=True)
-    rows_of = {"input_ids": list(ids), "attention_mask": [torch.ones_like(row) for row in ids], "labels": list(labels)}
-    fill = {"input_ids": shape.fill_id, "attention_mask": 0, "labels": IGNORED}
-    return {name: pad_sequence(rows, batch_first=True, padding_value=fill[name]) for name, rows in rows_of.items()}
+    masks = map(torch.ones_like, ids)
+    return _fill_up({"input_ids": ids, "attention_mask": list(masks), "labels": labels}, shape.fill_id)
+
+
+def _fill_up(rows: Mapping[str, Sequences[torch.Tensor]], fill_id: int) -> dict[str, torch.Tensor]:
+    """Stack rows of tokens by their names, filled up to the longest."""
+    fill = {"input_ids": fill_id, "labels": IGNORED}
+    return {
+        name: pad_sequence(list(own), batch_first=True, padding_value=fill.get(name, 0)) for name, own in rows.items()
+    }
 
 
 def origins_of(sequences: Sequences[Sequence]) -> torch.Tensor:
@@ -218,12 +225,7 @@ def stack_rows(
         added = images.row(np.array(ids, dtype=np.int64), np.isin(ids, images.ids), np.full(len(ids), IGNORED))
         own[0] = {name: torch.cat([values, added[name]]) for name, values in own[0].items()}
         inputs[0] = {name: torch.from_numpy(values) for name, values in small.items()}
-    fill = {"input_ids": fill_id, "labels": IGNORED}
-    stacked = {
-        name: pad_sequence([row[name] for row in own], batch_first=True, padding_value=fill.get(name, 0))
-        for name in own[0]
-    }
-    return stacked | stack_inputs(inputs)
+    return _fill_up({name: [row[name] for row in own] for name in own[0]}, fill_id) | stack_inputs(inputs)
 
 
 def image_row(sequence: Sequence, images: ImageTokens) -> dict[str, torch.Tensor]:

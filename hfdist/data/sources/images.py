@@ -11,6 +11,7 @@ import binascii
 import hashlib
 import io
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, cast
@@ -18,6 +19,7 @@ from typing import Any, NamedTuple, cast
 from PIL import Image, ImageOps, UnidentifiedImageError
 
 from hfdist.data.sources.base import ContentError
+from hfdist.errors import HfdistError
 
 PLACE = "\U000ffff2"
 """Private character that stands for an image in the text of a message."""
@@ -117,19 +119,12 @@ def decode(file: ImageFile) -> Image.Image:
     data = _bytes_of(str(where), file.rules) if file.data is None else file.data
     try:
         with _header(data, file.rules) as image:
-            image.load()
+            # It stays what it was before: a PNG may say something else after its pixels.
+            _orientation(image)
             upright = ImageOps.exif_transpose(image).convert("RGB")
-    # Whatever a decoder raises on bytes of somebody else's: it has many kinds of errors.
-    except (
-        OSError,
-        ValueError,
-        SyntaxError,
-        EOFError,
-        IndexError,
-        TypeError,
-        ZeroDivisionError,
-        OverflowError,
-    ) as error:
+    except (HfdistError, MemoryError):
+        raise
+    except Exception as error:  # whatever a decoder raises on bytes of somebody else's
         raise ContentError(f"the image is damaged: {' '.join(str(error).split())[:200]}", found=where) from error
     if upright.size != file.size:
         raise ContentError("the image has another size than at first", found=where or f"{upright.size}")
@@ -229,7 +224,9 @@ def _header(data: bytes, rules: ImageRules) -> Image.Image:
     except UnidentifiedImageError as error:
         allowed = ", ".join(_FORMATS)
         raise ContentError("these bytes are no image", found=repr(data[:16]), allowed=allowed) from error
-    except (OSError, ValueError, SyntaxError, EOFError, IndexError, TypeError) as error:
+    except MemoryError:
+        raise
+    except Exception as error:  # as of `decode`
         raise ContentError(f"the image is damaged: {' '.join(str(error).split())[:200]}") from error
     pixels = image.width * image.height
     if not 0 < pixels <= rules.max_pixels:
@@ -244,14 +241,8 @@ def _header(data: bytes, rules: ImageRules) -> Image.Image:
 
 
 def _orientation(image: Image.Image) -> int:
-    """Give the orientation that EXIF says in the header; 1: upright."""
-    # Not `getexif`: of a PNG it decodes all pixels.
-    data = image.info.get("exif")
-    if not data:
-        return 1
-    exif = Image.Exif()
-    try:
-        exif.load(data)
-    except (OSError, ValueError, SyntaxError, TypeError, IndexError, KeyError):
-        return 1
-    return cast(int, exif.get(_ORIENTATION, 1))
+    """Give the orientation that EXIF or XMP says in the header; 1: upright. What was read first stays."""
+    # That of the class: a PNG's own would decode all pixels.
+    with suppress(Exception):  # whatever EXIF of somebody else's raises
+        return cast(int, Image.Image.getexif(image).get(_ORIENTATION, 1))
+    return 1

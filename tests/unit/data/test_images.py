@@ -5,11 +5,13 @@ import dataclasses
 import io
 import json
 import re
+import zlib
 
 import datasets
 import numpy as np
 import pytest
 import torch
+from peft import IA3Config, LoraConfig, inject_adapter_in_model
 from PIL import Image
 
 from hfdist.config.data import (
@@ -31,7 +33,15 @@ from hfdist.data.sources.rows import RowReader
 from hfdist.data.tokenization.encoders import Encoders
 from hfdist.data.tokenization.image_tokens import ImageTokens
 from hfdist.errors import ConfigError, DataError
-from hfdist.models.image_text import LANGUAGE, PROJECTOR, TOWER, find_unreached, from_the_end, names_of_parts
+from hfdist.models.image_text import (
+    LANGUAGE,
+    PROJECTOR,
+    TOWER,
+    find_unreached,
+    from_the_end,
+    names_of_parts,
+    read_images,
+)
 from tests.image_models import FAMILIES, draw, make_model, make_processor
 
 ASKED, SAID = "what is in this picture?", "a red square"
@@ -184,6 +194,19 @@ def test_parts_and_what_is_never_reached_are_found_by_structure(family):
     assert bool(unreached) == (family == "llava")
 
 
+@pytest.mark.parametrize("adapter", [LoraConfig, IA3Config])
+def test_an_adapter_in_what_images_never_reach_is_frozen(llava, adapter):
+    example, model = ImageTokens(llava).example(), make_model("llava", llava)
+    unreached = find_unreached(model.config, example)
+    how = {"feedforward_modules": ["fc2"]} if adapter is IA3Config else {}
+    inject_adapter_in_model(adapter(target_modules=["k_proj", "fc2"], **how), model)
+    read_images(model, unreached=unreached)
+    model(**example).loss.backward()
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert trained == {name for name, parameter in model.named_parameters() if parameter.grad is not None}
+    assert any("vision" in name for name in trained)
+
+
 # ---- rows ----
 
 ROWS = {
@@ -310,10 +333,16 @@ def test_images_come_upright_and_in_rgb(tmp_path):
     exif = Image.Exif()
     exif[0x0112] = 6
     draw(1).save(tmp_path / "turned.jpg", exif=exif)
+    draw(1).save(tmp_path / "by_xmp.jpg", xmp=b'<x:xmpmeta tiff:Orientation="6"/>')
     draw(1).convert("CMYK").save(tmp_path / "cmyk.jpg")
+    # What stands after the pixels is not in the header.
+    body = b"eXIf" + exif.tobytes().removeprefix(b"Exif\0\0")
+    chunk = (len(body) - 4).to_bytes(4, "big") + body + zlib.crc32(body).to_bytes(4, "big")
+    (tmp_path / "late.png").write_bytes(png()[:-12] + chunk + png()[-12:])
     reader = RowReader(format=RowFormat.auto, images=ImageRules(str(tmp_path)))
     width, height = draw(1).size
-    for name, size in {"turned.jpg": (height, width), "cmyk.jpg": (width, height)}.items():
+    upright, turned = (width, height), (height, width)
+    for name, size in {"turned.jpg": turned, "by_xmp.jpg": turned, "cmyk.jpg": upright, "late.png": upright}.items():
         text = reader.read({"messages": turns(None, ASKED), "images": [name]}, where="row 1")
         assert json.loads(text)["images"][0]["size"] == list(size)
         assert (decode(text.files[0]).mode, decode(text.files[0]).size) == ("RGB", size)
