@@ -33,7 +33,7 @@ def test_decoders_are_none():
     [
         ("fnet", Head.labels, "a text says something else beside longer ones"),
         ("vit", Head.none, "a small model cannot read texts"),
-        ("t5", Head.none, "a small model cannot read texts"),
+        ("t5", Head.none, "reads a text only beside a target"),
     ],
 )
 def test_types_that_are_not_exact_are_refused(kind, head, said):
