@@ -134,9 +134,11 @@ def _rank_main(
 
 
 def _copy(error: HfdistError) -> HfdistError:
-    """Give an error of texts alone, which a pipe can take."""
+    """Give an error of texts alone, which a pipe can take: of the nearest kind that is made of them."""
     told = error.texts()
-    return type(error)(str(told.pop("what")), **told)
+    made_of_texts = next(kind for kind in type(error).__mro__ if kind.__init__ is HfdistError.__init__)
+    copied: HfdistError = made_of_texts(str(told.pop("what")), **told)
+    return copied
 
 
 def _serve_store(context: ForkContext) -> tuple[ForkProcess, int]:
