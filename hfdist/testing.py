@@ -136,7 +136,8 @@ def _rank_main(
 def _copy(error: HfdistError) -> HfdistError:
     """Give an error of texts alone, which a pipe can take: of the nearest kind that is made of them."""
     told = error.texts()
-    made_of_texts = next(kind for kind in type(error).__mro__ if kind.__init__ is HfdistError.__init__)
+    own = HfdistError.__init__
+    made_of_texts = next(kind for kind in type(error).__mro__ if kind.__init__ is own)  # type: ignore[misc]
     copied: HfdistError = made_of_texts(str(told.pop("what")), **told)
     return copied
 
