@@ -28,6 +28,7 @@ from hfdist.messages.message import MOST_BYTES, Message, NotAMessageError, Refus
 from hfdist.tools.doctor.rendezvous import Rendezvous
 from hfdist.tune.generators.answer_check import AnswerCheck
 from hfdist.tune.generators.broker import Broker
+from hfdist.tune.generators.dispatcher import Dispatcher
 from hfdist.tune.generators.gates import GeneratorGate
 from hfdist.tune.generators.link import TcpLink
 from hfdist.tune.generators.messages import pack, unpack
@@ -224,7 +225,7 @@ def to_broker(count, seed=0):
         folder = Path(name)
         processes = Processes(1, [sys.executable, "-c", "import time; time.sleep(600)"], folder / "logs")
         check = AnswerCheck(num_generations=1, max_new_tokens=4, vocabulary=9)
-        limits = {"max_staleness": 0, "answer_seconds": 60.0, "most_prompts": 1, "check": check}
+        limits = {"dispatcher": Dispatcher(max_staleness=0, answer_seconds=60.0), "most_prompts": 1, "check": check}
         broker = Broker(open_broker(folder), processes, PolicyFiles(folder / "policy"), **limits)
         answer = {"completions": [[1, 2]], "log_probabilities": [[-0.5, -1.0]]}
         said = [
@@ -273,7 +274,7 @@ def to_gate(count, seed=0):
         policy, listener = PolicyFiles(folder / "policy"), listen("127.0.0.1", 0)
         address = listener.getsockname()
         check = AnswerCheck(num_generations=1, max_new_tokens=4, vocabulary=9)
-        limits = {"max_staleness": 0, "answer_seconds": 60.0, "most_prompts": 1, "check": check}
+        limits = {"dispatcher": Dispatcher(max_staleness=0, answer_seconds=60.0), "most_prompts": 1, "check": check}
         none = Processes(0, [], folder / "logs", are_all=False)
         broker = Broker(open_broker(folder), none, policy, **limits)
         files = ServedFiles({"model": {"config.json": folder / "config.json"}}, policy)

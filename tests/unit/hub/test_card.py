@@ -112,7 +112,7 @@ def test_a_student_names_its_teacher(card):
 
 
 def test_an_embedding_model_says_how_texts_become_embeddings(card):
-    overrides = ["model.name=some/base", "data=some.jsonl", "task=embed", "task.matryoshka=[8,16]"]
+    overrides = ["model.name=some/base", "data=some.jsonl", "task=embed", "task.matryoshka=[8,16]", "task.pooling=last"]
     lines = [{"step": 9, "eval_loss": 0.5, "eval_recall_at_1": 0.25, "eval_mrr": 0.4}]
     text, _ = card(*overrides, primary="tune", lines=lines)
     assert (text.data.library_name, text.data.pipeline_tag) == ("sentence-transformers", "sentence-similarity")
