@@ -13,6 +13,7 @@ from hfdist.rewards.registry import Reward
 from hfdist.topology import Topology
 from hfdist.trainer.generation import greedy, sampling
 from hfdist.trainer.generation.limits import GenerationLimits
+from hfdist.trainer.generation.sampling import Sampler, Sampling
 from hfdist.tune.rollout import Rollouts
 from hfdist.tune.rollout_lines import RolloutLines
 from hfdist.tune.rollout_rows import REWARDS
@@ -30,8 +31,9 @@ def rollouts(tmp_path, monkeypatch):
     reward = Reward(name="one", weight=1.0, score=lambda generations: [1.0] * len(generations))
     lines = RolloutLines(tmp_path / "rollouts.jsonl", 10, 2)
     made = Rollouts(config, [reward], tokenizer, examples=[Example(prompt=[5, 6], reference=[7])], lines=lines)
-    made._limits = GenerationLimits(max_new_tokens=8, end_ids=frozenset({END}), most_tokens=None)
-    made._topology, made._uses_cache = Topology(), False
+    limits = GenerationLimits(max_new_tokens=8, end_ids=frozenset({END}), most_tokens=None)
+    made._sampler = Sampler(limits=limits, sampling=Sampling.of(config.task), topology=Topology(), uses_cache=False)
+    made._topology = Topology()
     strategy = SimpleNamespace(batch=SimpleNamespace(micro_batch_size=1), topology=Topology())
     made._training = SimpleNamespace(
         num_samples=lambda: 1,

@@ -8,11 +8,11 @@ import pytest
 
 from hfdist.config.islands import Codec, IslandsConfig
 from hfdist.errors import ConfigError
-from hfdist.islands import open_transport as opening
 from hfdist.islands import transport
 from hfdist.islands.open_transport import open_transport
 from hfdist.islands.rounds import Rounds
 from hfdist.islands.transport import Transport
+from hfdist.launch import address
 
 
 def test_what_is_under_way_arrives_as_long_as_it_gets_on(monkeypatch):
@@ -62,7 +62,7 @@ def test_a_rank_hears_others_at_the_port_of_its_place_on_the_machine(monkeypatch
         assert error.value.where == "islands.port"
     # What has it for a moment is waited for.
     taken = socket.create_server(("127.0.0.1", port))
-    monkeypatch.setattr(opening.time, "sleep", lambda seconds: taken.close())
+    monkeypatch.setattr(address.time, "sleep", lambda seconds: taken.close())
     opened = open_transport(config, "127.0.0.1", 2**20)
     assert opened.address == f"tcp://127.0.0.1:{port}"
     opened.close()
