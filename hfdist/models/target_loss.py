@@ -10,7 +10,6 @@ rows stand together, so that micro batches of any sizes add up to the global bat
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping
 from typing import Any
 
@@ -23,7 +22,7 @@ from hfdist.config.batch import IGNORED
 from hfdist.config.model import Init, ModelConfig
 from hfdist.config.task import Head
 from hfdist.errors import ConfigError, first_line
-from hfdist.models.heads import HEADS
+from hfdist.models.probing import make_of_config
 from hfdist.models.shrink import shrink
 
 _BOUND = 1e-5
@@ -75,8 +74,6 @@ def check_target_loss(config: ModelConfig, architecture: PreTrainedConfig) -> No
 @unset_fake_temporarily()
 def _find_problem(architecture: PreTrainedConfig, *, is_new: bool) -> str | None:
     with torch.random.fork_rng(devices=[]):
-        # torch.manual_seed would seed GPUs, too, which are not set back.
-        torch.default_generator.manual_seed(0)
         try:
             small = shrink(architecture)
             if is_new:
@@ -85,9 +82,7 @@ def _find_problem(architecture: PreTrainedConfig, *, is_new: bool) -> str | None
                 # A default of the class is not what the files say; some types begin with the end of the target.
                 setattr(small, _START, None)
             small._attn_implementation = "eager"
-            # By its constructor: `from_config` would partition it under ZeRO-3.
-            model: PreTrainedModel = HEADS[Head.targets].by_config[type(small)](copy.deepcopy(small))
-            return _difference(model.float().eval())
+            return _difference(make_of_config(small, Head.targets))
         except Exception as error:  # whatever a model raises that cannot be made small, or takes other inputs
             return f"a small model cannot be tried: {first_line(error)}"
 

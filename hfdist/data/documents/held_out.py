@@ -34,6 +34,7 @@ from hfdist.data.packing.sequence import (
     image_row,
 )
 from hfdist.data.packing.windows import RULE
+from hfdist.data.sources.document_batch import DocumentBatch
 from hfdist.data.tokenization.encoders import Encoders, check_token_sources
 from hfdist.data.tokenization.image_tokens import ImageTokens
 
@@ -167,11 +168,16 @@ def open_held_out_sources(
     return HeldOutSources(parts)
 
 
+def _read(corpus: Corpus, encoders: Encoders, config: DataConfig, counts: HeldOutCounts) -> Iterator[DocumentBatch]:
+    """Give the held-out documents, which are counted as they are read."""
+    documents = Documents(corpus, encoders, open_token_cache(config), config, held_out=True)
+    return (counts.add(chunk) for block in corpus.mixed_blocks() for chunk in documents.chunks(np.array(block)))
+
+
 def _take_each(corpus: Corpus, encoders: Encoders, config: DataConfig) -> NDArray[np.int32]:
     """Give rows that begin with the number of a document and how many tokens follow, with their marks."""
-    documents = Documents(corpus, encoders, open_token_cache(config), config, held_out=True)
     counts = HeldOutCounts()
-    chunks = (counts.add(chunk) for block in corpus.mixed_blocks() for chunk in documents.chunks(np.array(block)))
+    chunks = _read(corpus, encoders, config, counts)
     each = (one for chunk in chunks for one in zip(chunk.numbers.tolist(), chunk.views(), strict=True) if len(one[1]))
     found = list(islice(each, config.eval_sequences))
     if not found:
@@ -183,9 +189,8 @@ def _take_each(corpus: Corpus, encoders: Encoders, config: DataConfig) -> NDArra
 
 
 def _pack(corpus: Corpus, encoders: Encoders, config: DataConfig, one_each: bool) -> NDArray[np.int32]:
-    documents = Documents(corpus, encoders, open_token_cache(config), config, held_out=True)
     counts = HeldOutCounts()
-    chunks = (counts.add(chunk) for block in corpus.mixed_blocks() for chunk in documents.chunks(np.array(block)))
+    chunks = _read(corpus, encoders, config, counts)
     shape = Shape(config.longest_row, fill_id=0)
     takes_all = config.eval_fraction == 1
     placed = ((Place(0, int(chunk.numbers[0])), chunk) for chunk in chunks)
