@@ -165,6 +165,8 @@ def test_what_is_no_gradient_ends_an_island_and_what_is_not_finite_is_left_out()
         for _ in range(3):
             one.push(float("nan"))
             one.answer = one._member.wait_for("weights")
+        # The last words come after the last weights.
+        assert one._member.wait_for("weights") is None
         with pytest.raises(PeerError) as error:
             one._member.connect()
         assert error.value.found == "what it has pushed is not finite, 5 times in a row"
