@@ -27,7 +27,8 @@ def single(tmp_path_factory, cache_dir):
     return {tied: run_single(tmp_path_factory.mktemp("single"), *SHORT, tied=tied) for tied in (False, True)}
 
 
-OTHERS = {Schedule.gpipe, Schedule.interleaved_1f1b, Schedule.interleaved_zero_bubble}
+OTHERS = {Schedule.gpipe, Schedule.interleaved_1f1b, Schedule.interleaved_zero_bubble, Schedule.zbv}
+"""Steps of the last two are compared in test_pipeline_mesh.py."""
 
 
 @pytest.mark.parametrize("case", [many(case) if case.schedule in OTHERS else case for case in CASES], ids=str)

@@ -236,6 +236,7 @@ REDUCE = PipelineFsdpEngine._reduce_gradients
 SHARED = {"tied": Case("gpt2")}
 
 
+@pytest.mark.many
 def test_gradients_that_are_added_up_twice_show(monkeypatch):
     monkeypatch.setattr(PipelineFsdpEngine, "_reduce_gradients", counted_twice)
     assert max(of_rank["tied"] for of_rank in run_ranks(run_cases, NUM_RANKS, SHARED)) > 0.1
