@@ -24,7 +24,7 @@ LOSSES = {
         for name in ("grpo", "dapo", "dr_grpo", "cispo", "sapo", "vespo", "luspo")
     },
     "gspo alone": ("grpo", "task.loss=gspo", "task.mask_truncated=true"),
-    "grpo, not scaled": ("grpo", "task.loss=grpo", "task.scale_rewards=false", *BETA),
+    "unscaled grpo": ("grpo", "task.loss=grpo", "task.scale_rewards=false", *BETA),
     "reinforce_pp": ("grpo", "task.loss=reinforce_pp", "task.mask_truncated=true", *BETA),
 }
 """A task and what it is given, by the name of its loss."""
@@ -90,8 +90,9 @@ LIKE_TRL = {
     "gspo alone": {"loss_type": "grpo", "importance_sampling_level": "sequence", "mask_truncated_completions": True},
     "rloo": {"temperature": 1.5, "beta": 0.5},
     "dr_grpo": {"loss_type": "dr_grpo", "scale_rewards": "none", "beta": 0.5},
-    "grpo": {"loss_type": "grpo", "beta": 0.5},
-    "grpo, not scaled": {"loss_type": "grpo", "scale_rewards": "none", "beta": 0.5},
+    # By its own default a token counts as much as any other, as here.
+    "grpo": {"beta": 0.5},
+    "unscaled grpo": {"scale_rewards": "none", "beta": 0.5},
 }
 
 
