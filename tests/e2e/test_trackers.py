@@ -3,7 +3,6 @@
 The extra `tests` installs all four; one that is missing is skipped.
 """
 
-import importlib
 import os
 import sys
 
@@ -62,15 +61,10 @@ if __name__ == "__main__":
 
 
 @pytest.fixture(scope="module", autouse=True)
-def imported_once():
-    """What runs import, for all forks; but trackio reads where its folder is when it is imported: that is anew.
-
-    Other tests import it by trainers of TRL.
-    """
+def trackio_is_imported_anew():
+    """It reads where its folder is when it is imported, as other tests do by trainers of TRL."""
     for name in [name for name in sys.modules if name.partition(".")[0] == "trackio"]:
         del sys.modules[name]
-    for name in sorted({"wandb", "mlflow"} & {*INSTALLED}):
-        importlib.import_module(name)
 
 
 @pytest.fixture(scope="module")
