@@ -13,8 +13,8 @@ from hfdist.topology import without_launcher
 
 MOST_RESTARTS = 3
 """Most restarts of each generator. What has killed it more often would kill it again."""
-_LAST_BYTES, _LAST_LINES = 4000, 5
-"""What a message has of the log of a generator that has ended."""
+_LAST_BYTES = 4000
+"""The end of a log that is looked at for the last message."""
 
 
 @dataclass
@@ -95,7 +95,7 @@ class Processes:
             raise PeerError(
                 "all generators have ended, each as often as it may be started",
                 where=str(self._all[0].log),
-                found=f"exit codes {codes}{_end_of(self._all[0].log)}",
+                found=f"exit codes {codes}{_last_said(self._all[0].log)}",
                 hint=f"what this file ends with; without generators: {self._without} checkpoint.allow_changes=true",
             )
         return dead
@@ -108,9 +108,11 @@ class Processes:
                 own.process.wait()
 
 
-def _end_of(log: Path) -> str:
-    """Give the last lines of what a generator has printed, as one; "": it has printed nothing."""
+def _last_said(log: Path) -> str:
+    """Give the last message of a generator, as one line; "": it has printed nothing."""
     with log.open("rb") as file:
         file.seek(max(0, file.seek(0, os.SEEK_END) - _LAST_BYTES))
-        lines = file.read().decode(errors="replace").splitlines()[-_LAST_LINES:]
-    return "".join(f"; {printable(line.strip())}" for line in lines)
+        lines = file.read().decode(errors="replace").splitlines()
+    # Its parts are indented; so are those of a traceback, before the error.
+    starts = [place for place, line in enumerate(lines) if line[:1].strip()]
+    return "".join(f"; {printable(line.strip())}" for line in lines[starts[-1] :]) if starts else ""
