@@ -7,8 +7,12 @@ import threading
 import time
 
 import pytest
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
+from hfdist.errors import PeerError
 from hfdist.records import RunFolder, read_lines
+from hfdist.testing import RankFailed
 from tests.distributed import policy_runs
 from tests.distributed.policy_runs import each_once, trained_prompts
 from tests.distributed.preference_runs import GLOBAL_BATCH, STEPS, tune
@@ -20,17 +24,20 @@ pytestmark = pytest.mark.distributed
 
 
 @pytest.fixture
-def serve(policy):
+def serve(policy, tmp_path):
     """Starts a stub in a process of its own, and gives the process and the address."""
     started = []
 
-    def run(name, port, mode):
-        os.environ["OMP_NUM_THREADS"] = "1"
-        STUBS[name](policy, port=port, mode=mode).serve()
+    def run(name, folder, port, mode):
+        torch.set_num_threads(1)
+        STUBS[name](folder, port=port, mode=mode).serve()
 
-    def start(name, port=None, mode="raw_logprobs"):
-        port = port or free_port()
-        process = multiprocessing.get_context("fork").Process(target=run, args=(name, port, mode))
+    def start(name, port=None, mode="raw_logprobs", sizes=None):
+        port, folder = port or free_port(), policy
+        if sizes is not None:
+            folder = tmp_path / "other"
+            AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", **sizes)).save_pretrained(folder)
+        process = multiprocessing.get_context("fork").Process(target=run, args=(name, folder, port, mode))
         process.start()
         started.append(process)
         return process, port
@@ -101,3 +108,15 @@ def test_a_server_that_is_killed_and_comes_back_reads_the_weights_of_the_step(
     # With the weights that the new server begins with it would be larger.
     assert max(line["mismatch"] for line in lines) < 1e-5
     assert trained_prompts(folder) == each_once(steps)
+
+
+def test_a_server_of_another_model_ends_the_run_with_its_reason(tmp_path, policy, sums, cache_dir, serve):
+    _, port = serve("vllm", sizes=policy_runs.SIZES | {"hidden_size": 16})
+    with pytest.raises(RankFailed) as caught:
+        tune(tmp_path / "run", policy, sums, 1, *overrides("vllm", port))
+    error = caught.value.__cause__
+    assert isinstance(error, PeerError)
+    assert "all generators have ended" in error.what
+    assert "; Peer lost: the server has refused; " in error.found
+    assert "size mismatch of " in error.found
+    assert trained_prompts(tmp_path / "run") == []
