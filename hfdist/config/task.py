@@ -100,6 +100,13 @@ class TeacherSharding(Enum):
     sharded = "sharded"
 
 
+class InferenceServer(Enum):
+    """Servers that can answer prompts in place of generators."""
+
+    vllm = "vllm"
+    sglang = "sglang"
+
+
 class TaskName(Enum):
     """What a run trains.
 
@@ -213,6 +220,9 @@ _OF_POLICIES = (
     "answer_seconds",
     "generators_port",
     "generators_host",
+    "server",
+    "server_addresses",
+    "server_key_variable",
     "environment",
     "environment_url",
     "environment_seconds",
@@ -546,6 +556,13 @@ class TaskConfig:
     generators_host: str | None = None
     """generators: address of rank 0's machine to listen at; null: all with HFDIST_ISLANDS_SECRET, 127.0.0.1 without."""
 
+    server: InferenceServer | None = None
+    """grpo, rloo: vllm | sglang: what answers prompts in place of generators; null: no server."""
+    server_addresses: list[str] = field(default_factory=list)
+    """server: where they run: [http://HOST:8000]; they read the weights of each version from the run's folder."""
+    server_key_variable: str | None = None
+    """server: variable of the environment with the API key, such as VLLM_API_KEY; null: the servers ask for none."""
+
     # ---- grpo, rloo: answers of several turns ----
 
     environment: str | None = None
@@ -616,7 +633,7 @@ class TaskConfig:
     @property
     def uses_generators(self) -> bool:
         """Whether prompts are answered beside the ranks."""
-        return self.generators > 0 or self.generators_port is not None
+        return self.generators > 0 or self.generators_port is not None or self.server is not None
 
     @property
     def answers_prompts(self) -> bool:

@@ -65,6 +65,8 @@ def _check_packages(config: RunConfig) -> None:
     generators = ("task.generators", task.generators, "0")
     if task.generators_port is not None:
         generators = ("task.generators_port", task.generators_port, "null")
+    if task.server is not None:
+        generators = ("task.server", task.server.value, "null")
     liger = "train.arguments.use_liger_kernel"
     needs = [
         (precision is Precision.fp8, "train.precision", precision.value, "torchao", "'torchao>=0.18,<0.19'", "bf16"),

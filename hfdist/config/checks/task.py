@@ -7,6 +7,7 @@ import json
 import re
 from functools import reduce
 
+from hfdist.config.checks.servers import check_servers
 from hfdist.config.data import LABELLED, LabelsConfig, Packing, PairsConfig, RowFormat, TextsConfig, TooLong, TrainOn
 from hfdist.config.model import Attention
 from hfdist.config.plain_values import override_value, plain
@@ -299,6 +300,7 @@ def _check_reinforcement(config: RunConfig) -> None:
             hint=f"task.trained_prompts={read}, or a larger train.global_batch_size",
         )
     _check_generators(config)
+    check_servers(config)
 
 
 def _check_rewards(config: RunConfig) -> None:

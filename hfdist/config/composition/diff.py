@@ -22,6 +22,8 @@ _SAFE = (
     # Where a run lies, what it says, saves and measures, and when it gives up.
     *("run.*", "report.*", "export.*", "checkpoint.*", "evaluate.*", "watch.*", "cost.*", "adapter.merge"),
     *("train.eval_*", "data.eval_sources*", "data.eval_sequences", "task.answer_seconds", "task.generators_host"),
+    # Other addresses of the same program; `task.server` itself changes who draws.
+    *("task.server_addresses", "task.server_key_variable"),
     "task.teacher_sharding",
     *("train.max_hours", "train.max_cost", "train.max_kwh", "train.deadline", "train.max_skipped_steps"),
     *("train.max_rollbacks", "train.compare_replicas_every", "islands.address", "islands.port"),

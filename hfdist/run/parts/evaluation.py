@@ -13,6 +13,7 @@ from hfdist.run.state import RunState
 from hfdist.topology import Topology
 from hfdist.trainer.evaluation.evaluators import check_named, make_evaluators
 from hfdist.tune.choose import check_rewards
+from hfdist.tune.generators.servers.choose import check_servers
 
 
 class EvaluatorsPart(Part):
@@ -43,10 +44,11 @@ class ObjectivePart(Part):
     joins = Joins.constructor
 
     def check(self, config: RunConfig, topology: Topology) -> None:
-        """Check the names of rewards, and the environment."""
+        """Check the names of rewards, the environment, and the servers that answer."""
         check_rewards(config.task.rewards)
         if config.task.environment is not None:
             check_environment(config.task)
+        check_servers(config)
 
     def callbacks(self, run: RunState) -> Sequence[TrainerCallback]:
         """Give those of the objective."""

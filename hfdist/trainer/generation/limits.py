@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
-
-from transformers import GenerationConfig, PreTrainedTokenizerBase
+from typing import TYPE_CHECKING, Any
 
 from hfdist.errors import ConfigError
+
+if TYPE_CHECKING:
+    # Who speaks with a server needs no transformers.
+    from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 _KEY = "evaluate.max_new_tokens"
 

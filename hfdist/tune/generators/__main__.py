@@ -32,14 +32,22 @@ def main() -> None:
     # A launcher may tell all processes of a run to stop, and the ranks still have steps to end.
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
-    # Here: it imports torch, which takes seconds.
-    from hfdist.tune.generators.generator import Generator, serve
-    from hfdist.tune.generators.policy_files import PolicyFiles
+    # Here: all of it is slow to import, the model most of all.
     from hfdist.tune.generators.settings import Settings
     from hfdist.tune.generators.sockets import connect
 
-    generator = Generator(Settings.read(settings), PolicyFiles(policy), device=first_device + index)
-    serve(generator, connect(settings.parent, name))
+    known = Settings.read(settings)
+    broker = connect(settings.parent, name)
+    if known.config.task.server is None:
+        from hfdist.tune.generators.generator import Generator
+        from hfdist.tune.generators.policy_files import PolicyFiles
+        from hfdist.tune.generators.serving import serve
+
+        serve(Generator(known, PolicyFiles(policy), device=first_device + index), broker)
+    else:
+        from hfdist.tune.generators.servers.served import serve_by_server
+
+        serve_by_server(known, policy, index, start=settings.parent.name, broker=broker)
 
 
 if __name__ == "__main__":

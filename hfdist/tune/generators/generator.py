@@ -28,7 +28,6 @@ from hfdist.trainer.generation.sampling import Sampler, Sampling
 from hfdist.tune.acting import Acting
 from hfdist.tune.answer import Answer
 from hfdist.tune.generators.answers import write_answers
-from hfdist.tune.generators.messages import Link, pack, unpack
 from hfdist.tune.generators.settings import Settings
 from hfdist.tune.prompt_seeds import episode_name
 
@@ -143,20 +142,3 @@ def _build(settings: Settings) -> PreTrainedModel:
     # As the policy that is trained: the ratio of their probabilities counts.
     use_products(model)
     return model
-
-
-def serve(generator: Generator, broker: Link) -> None:
-    """Answer what the broker sends, until it says that the training has ended; OSError: the connection has ended."""
-    broker.send(pack({"kind": "ready"}))
-    while True:
-        asked = unpack(broker.recv())
-        if "ended" in asked:
-            return
-        policy = {"rollback": asked["rollback"], "version": asked["version"]}
-        try:
-            answers = generator.answer(**policy, prompts=asked["prompts"])
-        except FileNotFoundError:
-            # This generator was slow: a newer version has taken its place.
-            broker.send(pack({"kind": "ready"}))
-        else:
-            broker.send(pack({"kind": "answers", **policy, "answers": answers}))

@@ -135,7 +135,10 @@ class Generators(TrainerCallback):
         # GPUs after those of ranks.
         command = module(__package__, str(path), str(self._files.folder), str(self._topology.world_size))
         are_all = self._task.generators_port is None
-        self._processes = Processes(self._task.generators, command, self._folder, are_all=are_all)
+        # A server has a process that speaks with it.
+        count = self._task.generators + len(self._task.server_addresses)
+        without = "task.generators=0" if self._task.server is None else "task.server=null task.server_addresses=[]"
+        self._processes = Processes(count, command, self._folder, are_all=are_all, without=without)
         return str(sockets)
 
     def on_train_end(self, args: object, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
@@ -191,7 +194,9 @@ class Generators(TrainerCallback):
         if step == self._published or (self._published >= 0 and step % self._task.sync_every != 0):
             return
         with self._training.paused():
-            self._files.write(self._rollback, step, self._training.model, self._training.engine)
+            model = cast(PreTrainedModel, self._training.model)
+            is_whole = self._task.server is not None
+            self._files.write(self._rollback, step, model, self._training.engine, is_whole=is_whole)
         self._published = step
         if not self._is_open:
             # Not before: the loader's workers are forks of a process that must have no thread yet.
@@ -210,7 +215,7 @@ class Generators(TrainerCallback):
             self._processes,
             self._files,
             dispatcher=Dispatcher(max_staleness=task.max_staleness, answer_seconds=task.answer_seconds),
-            most_prompts=self._config.train.micro_batch_size,
+            most_prompts=self._most_prompts,
             check=AnswerCheck(
                 num_generations=task.num_generations,
                 max_new_tokens=limits.max_new_tokens,
@@ -220,6 +225,12 @@ class Generators(TrainerCallback):
             invitation=self._gates.invitation,
         )
         return self._gates.way_for_ranks
+
+    @property
+    def _most_prompts(self) -> int:
+        """The most prompts that one gets at once: a generator as many as a rank, a server its share of the step."""
+        train, num_servers = self._config.train, len(self._task.server_addresses)
+        return -(-train.global_batch_size // num_servers) if num_servers else train.micro_batch_size
 
     def _exchange(
         self, numbers: Sequence[int], examples: Sequence[Example], step: int, answers: _Answers

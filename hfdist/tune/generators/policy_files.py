@@ -1,7 +1,4 @@
-"""The policy's trained weights as files, which ranks write and generators read in place.
-
-A version has the folder `ROLLBACK-VERSION`. A rollback is a number: how often the run has gone back to an earlier step.
-"""
+"""The policy's weights as files, which ranks write and generators, or servers, read in place. See `versions.py`."""
 
 from __future__ import annotations
 
@@ -13,10 +10,13 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 from torch import nn
+from transformers import PreTrainedModel
 
 from hfdist.checkpoint import export_model
 from hfdist.collectives import on_rank_zero
+from hfdist.models.names.hub_names import find_hub_names
 from hfdist.strategies.engine import Engine
+from hfdist.tune.generators.versions import version_files, version_folder
 
 _REMOVED = ".removed"
 """Suffix of a folder that is being removed."""
@@ -30,12 +30,26 @@ class PolicyFiles:
 
     def path(self, rollback: int, version: int) -> Path:
         """Give the folder of a version."""
-        return self.folder / f"{rollback}-{version}"
+        return version_folder(self.folder, rollback, version)
 
-    def write(self, rollback: int, version: int, model: nn.Module, engine: Engine) -> None:
-        """Write the weights of `model` that are trained, each rank what it holds. A collective; see `export_model`."""
+    def write(self, rollback: int, version: int, model: PreTrainedModel, engine: Engine, *, is_whole: bool) -> None:
+        """Write weights of `model`, each rank what it holds. A collective; see `export_model`.
+
+        Args:
+            rollback: see `versions.py`.
+            version: number of steps that have trained it.
+            model: the model that is trained.
+            engine: what holds it.
+            is_whole: write a Hub folder, which any program opens; else those that are trained, by their own names.
+        """
         folder = self.path(rollback, version)
         on_rank_zero(lambda: folder.mkdir(parents=True, exist_ok=True))
+        if is_whole:
+            names = find_hub_names(engine.model)
+            export_model(
+                folder, engine.pieces(), lambda unfinished: model.config.save_pretrained(unfinished), names=names
+            )
+            return
         parameters = model.named_parameters(remove_duplicate=False)
         trained = {name for name, parameter in parameters if parameter.requires_grad}
         pieces = (piece for piece in engine.pieces() if piece.name in trained)
@@ -43,10 +57,7 @@ class PolicyFiles:
 
     def files(self, rollback: int, version: int) -> list[Path]:
         """List the files of a version; FileNotFoundError: a newer version has taken its place."""
-        found = sorted(self.path(rollback, version).glob("*.safetensors"))
-        if not found:
-            raise FileNotFoundError(self.path(rollback, version))
-        return found
+        return version_files(self.folder, rollback, version)
 
     @torch.no_grad()
     def read(self, rollback: int, version: int, model: nn.Module) -> None:

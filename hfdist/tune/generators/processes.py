@@ -8,11 +8,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from hfdist.errors import PeerError
+from hfdist.errors import ConfigError, PeerError, printable
 from hfdist.topology import without_launcher
 
 MOST_RESTARTS = 3
 """Most restarts of each generator. What has killed it more often would kill it again."""
+_LAST_BYTES = 4000
+"""The end of a log that is looked at for the last message."""
 
 
 @dataclass
@@ -34,10 +36,19 @@ class Processes:
         command: command of a generator; its number, its name for `connect`, and the id of this process follow.
         logs: folder for the output of the generators.
         are_all: whether there are no others on other machines, which may go on without these.
+        without: override of a run that has none.
     """
 
-    def __init__(self, count: int, command: Sequence[str], logs: Path, *, are_all: bool = True) -> None:
-        self._command, self._are_all = command, are_all
+    def __init__(
+        self,
+        count: int,
+        command: Sequence[str],
+        logs: Path,
+        *,
+        are_all: bool = True,
+        without: str = "task.generators=0",
+    ) -> None:
+        self._command, self._are_all, self._without = command, are_all, without
         self._all = [_Generator(logs / f"{index}.log") for index in range(count)]
         logs.mkdir(parents=True, exist_ok=True)
         try:
@@ -75,7 +86,8 @@ class Processes:
             dead.append(self._name(index))
             own.codes.append(code)
             own.process = None
-            if own.num_starts < MOST_RESTARTS:
+            # What is refused once is refused again.
+            if own.num_starts < MOST_RESTARTS and code != ConfigError.exit_code:
                 own.num_starts += 1
                 self._start(index)
         if self._are_all and all(own.process is None for own in self._all):
@@ -83,8 +95,8 @@ class Processes:
             raise PeerError(
                 "all generators have ended, each as often as it may be started",
                 where=str(self._all[0].log),
-                found=f"exit codes {codes}",
-                hint="what this file ends with; without generators: task.generators=0 checkpoint.allow_changes=true",
+                found=f"exit codes {codes}{_last_said(self._all[0].log)}",
+                hint=f"what this file ends with; without generators: {self._without} checkpoint.allow_changes=true",
             )
         return dead
 
@@ -94,3 +106,13 @@ class Processes:
             if own.process is not None:
                 own.process.kill()
                 own.process.wait()
+
+
+def _last_said(log: Path) -> str:
+    """Give the last message of a generator, as one line; "": it has printed nothing."""
+    with log.open("rb") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - _LAST_BYTES))
+        lines = file.read().decode(errors="replace").splitlines()
+    # Its parts are indented; so are those of a traceback, before the error.
+    starts = [place for place, line in enumerate(lines) if line[:1].strip()]
+    return "".join(f"; {printable(line.strip())}" for line in lines[starts[-1] :]) if starts else ""

@@ -17,11 +17,12 @@ from hfdist.errors import ConfigError, PeerError
 from hfdist.messages.door import SECRET
 from hfdist.messages.message import Message, NotAMessageError, RefusedError
 from hfdist.tune.generators.chunks import Listing, write_listing
-from hfdist.tune.generators.generator import Generator, serve
+from hfdist.tune.generators.generator import Generator
 from hfdist.tune.generators.link import TcpLink
 from hfdist.tune.generators.policy_files import PolicyFiles
 from hfdist.tune.generators.remote_files import RETRY_SECONDS, GoneError, RemoteFiles, no_connection_fails, use_own
 from hfdist.tune.generators.served_files import ADAPTER, MODEL, POLICY, TOKENIZER
+from hfdist.tune.generators.serving import serve
 from hfdist.tune.generators.settings import Settings
 from hfdist.version import __version__
 

@@ -5,6 +5,7 @@ TWO = "launch.processes=2"
 PAIRS = "tune task=dpo model=tiny data=pairs.jsonl"
 GRPO = "tune task=grpo model=tiny data=prompts.jsonl"
 REWARDED = f"{GRPO} 'data.columns={{completion: answer}}' 'task.rewards={{arithmetic: 1.0}}'"
+SERVED = f"{REWARDED} task.server=vllm task.server_addresses=[http://127.0.0.1:8000]"
 REWARD = "tune task=reward model=tiny data=pairs.jsonl"
 EMBED = "tune task=embed model=tiny data=functions.jsonl"
 PAIRED = "tune task=seq2seq model=some/model data=texts.jsonl"
@@ -288,6 +289,17 @@ LINES = [
     f"{GRPO} data.format=prompt task.environment=guess 'task.rewards={{environment: 1.0}}'",
     f"{REWARDED} task.generators_host=127.0.0.1",
     f"{REWARDED} task.generators_port=29700 model.trust_remote_code=true",
+    f"{REWARDED} task.server=vllm",
+    f"{REWARDED} task.server=vllm task.server_addresses=[127.0.0.1:8000]",
+    f"{REWARDED} task.server=vllm task.server_addresses=[http://user@127.0.0.1:8000]",
+    f"{REWARDED} task.server_addresses=[http://127.0.0.1:8000]",
+    f"{REWARDED} task.server_key_variable=VLLM_API_KEY task.server_addresses=[http://127.0.0.1:8000]",
+    f"{SERVED} task.server_key_variable=HF_TOKEN",
+    f"{SERVED} task.generators=1",
+    f"{SERVED} task.generators_port=29700",
+    f"{SERVED} task.environment=calculator",
+    f"{SERVED} adapter=lora",
+    f"{SERVED} task.temperature=0.7 task.top_k=20",
     f"{REWARDED} task.ref_model_sync_steps=2 task.beta=0",
     f"{REWARDED} task.beta=0.1 task.ref_model_mixup_alpha=0.3",
     f"{REWARDED} task.loss=sapo task.delta=2",

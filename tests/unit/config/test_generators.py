@@ -12,6 +12,7 @@ from hfdist.errors import ConfigError
 from hfdist.messages.door import SECRET
 
 REWARDS = "task.rewards={arithmetic: 1.0}"
+SERVED = ("task.server=sglang", "task.server_addresses=[http://127.0.0.1:30000]")
 TUNE = ("data.sources.files.path=sums.jsonl", "model=tiny")
 
 
@@ -27,6 +28,10 @@ TUNE = ("data.sources.files.path=sums.jsonl", "model=tiny")
             "task.answer_seconds",
         ),
         ("dpo", ("task.generators=1",), "task.generators"),
+        ("grpo", (REWARDS, "task.server=sglang"), "task.server_addresses"),
+        ("grpo", (REWARDS, *SERVED, "task.sync_every=3"), "task.sync_every"),
+        ("grpo", (REWARDS, *SERVED, "task.server_key_variable=AWS_SECRET_ACCESS_KEY"), "task.server_key_variable"),
+        ("dpo", ("task.server=vllm",), "task.server"),
         ("dpo", ("task.generators_port=29700",), "task.generators_port"),
     ],
 )
@@ -74,6 +79,29 @@ def test_other_machines_are_let_in_with_a_secret_alone(tmp_path, monkeypatch, ho
     assert (caught.value.where, caught.value.found) == ("task.generators_host", f"{host}, without {SECRET}")
 
 
+@pytest.mark.parametrize(
+    "address",
+    [
+        "127.0.0.1:8000",
+        "ftp://127.0.0.1:8000",
+        "http://127.0.0.1",
+        "http://127.0.0.1:8000/v1",
+        "http://127.0.0.1:8000?x=1",
+        "http://me:secret@127.0.0.1:8000",
+        "http://127.0.0.1:99999",
+        "http://[::1:8000",
+        "http://a b:8000",
+        "http://127.0.0.1:8000\\n",
+    ],
+)
+def test_an_address_has_a_host_and_a_port_alone(address):
+    with pytest.raises(ConfigError) as caught:
+        compose_config(
+            [*TUNE, REWARDS, "task=grpo", "task.server=vllm", f"task.server_addresses=['{address}']"], name="tune"
+        )
+    assert "secret" not in str(caught.value)
+
+
 def test_code_of_a_model_does_not_travel():
     config = compose_config([*TUNE, REWARDS, "task=grpo", "task.generators_port=29700"], name="tune")
     config.model.trust_remote_code = True
@@ -89,6 +117,8 @@ def test_code_of_a_model_does_not_travel():
         (("task.generators=1",), ("task.generators=1", "task.generators_port=29700"), True),
         (("task.generators_port=29700",), ("task.generators_port=29701", "task.generators_host=10.0.0.1"), True),
         (("task.generators_port=29700",), (), False),
+        (SERVED, ("task.server=sglang", "task.server_addresses=[http://127.0.0.1:30001]"), True),
+        (SERVED, ("task.server=vllm", SERVED[1]), False),
     ],
 )
 def test_a_run_goes_on_at_another_port(before, after, is_safe):

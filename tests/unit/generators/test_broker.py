@@ -200,7 +200,7 @@ def test_dead_generators_start_again_and_not_for_ever(begin, tmp_path):
     begin("import sys; print('why'); sys.exit(3)")
     error = PeerError(**ask(tmp_path, 0).receive()["error"])
     assert error.exit_code == 6
-    assert error.found == "exit codes " + ", ".join(["3"] * (MOST_RESTARTS + 1))
+    assert error.found == "exit codes " + ", ".join(["3"] * (MOST_RESTARTS + 1)) + "; why"
     assert (tmp_path / "logs" / "0.log").read_text() == "why\n" * (MOST_RESTARTS + 1)
     assert error.where == str(tmp_path / "logs" / "0.log")
 

@@ -1,0 +1,71 @@
+"""The servers of a run, from `task.server*`."""
+
+from __future__ import annotations
+
+import os
+
+from hfdist.config.run import RunConfig
+from hfdist.config.task import InferenceServer
+from hfdist.errors import ConfigError, HfdistError, PeerError
+from hfdist.messages.message import NotAMessageError
+from hfdist.trainer.generation.limits import GenerationLimits
+from hfdist.tune.generators.servers.http_client import JsonClient, NoAnswerError, StatusError
+from hfdist.tune.generators.servers.server import Request, Server
+from hfdist.tune.generators.servers.sglang import SGLang
+from hfdist.tune.generators.servers.vllm import Vllm
+
+_WHERE = "task.server_addresses"
+FAILURES = (NoAnswerError, StatusError, NotAMessageError)
+"""What a server can do besides answering."""
+
+
+def open_server(config: RunConfig, address: str, limits: GenerationLimits | None = None) -> Server:
+    """Make the one of an address, without limits as long as the model is not known. Nothing is sent."""
+    task, data = config.task, config.data
+    if limits is None:
+        request = Request(task=task, max_new_tokens=task.max_new_tokens, end_ids=[], needed_tokens=0)
+    else:
+        longest = data.sequence_length + limits.max_new_tokens
+        request = Request(
+            task=task,
+            max_new_tokens=limits.max_new_tokens,
+            end_ids=sorted(limits.end_ids),
+            needed_tokens=longest if limits.most_tokens is None else min(longest, limits.most_tokens),
+        )
+    key = None if task.server_key_variable is None else os.environ.get(task.server_key_variable)
+    made = Vllm if task.server is InferenceServer.vllm else SGLang
+    return made(JsonClient(address, key), request)
+
+
+def check_servers(config: RunConfig) -> None:
+    """Ask each server what it is; ConfigError: one does not answer, or cannot serve this run."""
+    variable = config.task.server_key_variable
+    if variable is not None and not os.environ.get(variable):
+        raise ConfigError(
+            "this variable has no key of the servers",
+            where="task.server_key_variable",
+            found=variable,
+            allowed="a variable of the environment that is set",
+            hint=f"export {variable}=...",
+        )
+    for address in config.task.server_addresses:
+        try:
+            open_server(config, address).check()
+        except FAILURES as error:
+            what, allowed = "this address has no server that answers", "the address of a server that runs"
+            hint = "start the server first; it is ready once its /v1/models answers"
+            found = f"{address}: {error}"
+            raise ConfigError(what, where=_WHERE, found=found, allowed=allowed, hint=hint) from error
+
+
+def failure(address: str, error: Exception) -> HfdistError:
+    """Make the error of a server that has failed while the run has used it."""
+    if isinstance(error, HfdistError):
+        return error
+    if isinstance(error, NotAMessageError):
+        what = "the server answers what no server of this model would"
+    elif isinstance(error, StatusError):
+        what = "the server has refused"
+    else:
+        what = "the server does not answer"
+    return PeerError(what, where=_WHERE, found=f"{address}: {error}", hint="what the server has logged")

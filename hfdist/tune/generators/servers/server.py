@@ -1,0 +1,98 @@
+"""What a run asks of an inference server, whichever it is."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+from hfdist.config.task import TaskConfig
+from hfdist.errors import ConfigError
+from hfdist.messages.message import NotAMessageError
+from hfdist.tune.generators.servers.http_client import JsonClient, as_message
+
+CHECK_SECONDS = 20.0
+"""The longest wait for what a server says of itself."""
+SEEDS = 2**31
+"""Number of seeds that a server takes."""
+_BYTES_OF_TOKEN = 512
+"""The most bytes of a token in an answer: its number, its text and its log-probability, as JSON, more than once."""
+
+
+class Completion(NamedTuple):
+    """One answer to a prompt."""
+
+    tokens: list[int]
+    """The one that ended it included."""
+    log_probabilities: list[float]
+    """Of each token, when it was drawn, at `task.temperature` over all tokens."""
+
+
+class Server(Protocol):
+    """A server of one address. Each call raises what `JsonClient.post` does."""
+
+    def check(self) -> None:
+        """Raise a ConfigError if the server is there, and cannot serve this run."""
+
+    def version(self) -> str:
+        """Give the name of the weights that the server has; one that nobody has named has a name of its own."""
+
+    def load(self, folder: Path, name: str) -> None:
+        """Let the server read its weights from a Hub folder, and name them. No answer mixes two weights."""
+
+    def complete(self, prompt: Sequence[int], seeds: Sequence[int]) -> list[Completion]:
+        """Give an answer for each seed.
+
+        NotAMessageError: what comes is none, or the prompt was changed. `answer_check` looks at the tokens.
+        """
+
+
+@dataclass(frozen=True, kw_only=True)
+class Request:
+    """What a run asks for with each prompt."""
+
+    task: TaskConfig
+    max_new_tokens: int
+    end_ids: list[int]
+    """Tokens that end an answer."""
+    needed_tokens: int
+    """Tokens of the longest prompt with its answer."""
+
+    def sampling(self) -> dict[str, object]:
+        """Give what both servers know by the same names.
+
+        All is said: what is left out would be taken from the generation config of the model.
+        """
+        return {
+            "temperature": self.task.temperature,
+            "top_p": self.task.top_p,
+            "min_p": 0.0,
+            "repetition_penalty": 1.0,
+            "presence_penalty": 0.0,
+            "frequency_penalty": 0.0,
+            "stop_token_ids": self.end_ids,
+        }
+
+    def most_bytes(self, num_prompt_tokens: int, num_answers: int) -> int:
+        """Give the most bytes of the answers to a prompt."""
+        return 2**20 + _BYTES_OF_TOKEN * num_answers * (num_prompt_tokens + self.max_new_tokens)
+
+
+def read_model(client: JsonClient, needed_tokens: int) -> str:
+    """Give the name of a server's model; ConfigError: it reads fewer tokens than the run needs."""
+    models = client.get("/v1/models", seconds=CHECK_SECONDS).list("data")
+    if not models:
+        raise NotAMessageError("the server has no model")
+    # The first one is the model itself; adapters follow.
+    model = as_message(models[0])
+    most = model.get("max_model_len")
+    if isinstance(most, int) and most < needed_tokens:
+        raise ConfigError(
+            "the server's model reads fewer tokens than a prompt and its answer may have",
+            where="task.server_addresses",
+            found=f"{client.address}: {most:,} tokens",
+            allowed=f"{needed_tokens:,} or more: data.sequence_length + task.max_new_tokens",
+            hint=f"start the server with a context of {needed_tokens} tokens",
+        )
+    return model.text("id")

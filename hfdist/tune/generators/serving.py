@@ -1,0 +1,32 @@
+"""What a generator says to the broker, and hears of it, until its run ends. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+from hfdist.tune.generators.messages import Link, pack, unpack
+
+
+class Answering(Protocol):
+    """Answers prompts by versions of the policy: a model of this process, or a server."""
+
+    def answer(self, rollback: int, version: int, prompts: Sequence[dict[str, Any]]) -> list[dict[str, object]]:
+        """See `Generator.answer`."""
+
+
+def serve(generator: Answering, broker: Link) -> None:
+    """Answer what the broker sends, until it says that the training has ended; OSError: the connection has ended."""
+    broker.send(pack({"kind": "ready"}))
+    while True:
+        asked = unpack(broker.recv())
+        if "ended" in asked:
+            return
+        policy = {"rollback": asked["rollback"], "version": asked["version"]}
+        try:
+            answers = generator.answer(**policy, prompts=asked["prompts"])
+        except FileNotFoundError:
+            # This generator was slow: a newer version has taken its place.
+            broker.send(pack({"kind": "ready"}))
+        else:
+            broker.send(pack({"kind": "answers", **policy, "answers": answers}))
