@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from hfdist.errors import ConfigError
 from hfdist.models.initialize import initialize_by_name
 from hfdist.models.partitioning import Partitioning, whole_shape
 
@@ -29,9 +30,20 @@ def is_of_value_head(name: str) -> bool:
     return name == _WEIGHT
 
 
+def check_value_head(model: PreTrainedModel) -> None:
+    """Raise a ConfigError if the model does not say which layer predicts tokens: a head of values stands beside it."""
+    # Any: transformers says of an embedding that it is a module or a tensor.
+    head: Any = model.get_output_embeddings()
+    if not isinstance(getattr(head, "weight", None), torch.Tensor):
+        what = (
+            "the model does not say which layer predicts its tokens, and values are of the states that this one reads"
+        )
+        hint = "another decoder, such as llama or qwen3; task=grpo needs no values"
+        raise ConfigError(what, where="model.name, model.type", found=type(model).__name__, hint=hint)
+
+
 def add_value_head(model: PreTrainedModel, dtype: torch.dtype) -> None:
     """Add the head to a model that has all its layers, in place; `draw_value_head` gives it its values."""
-    # Any: transformers says of an embedding that it is a module or a tensor.
     head: Any = model.get_output_embeddings()
     model.add_module(_NAME, nn.Linear(whole_shape(head.weight)[1], 1, bias=False, dtype=dtype))
 
