@@ -47,7 +47,7 @@ hfdist COMMAND [flags] [key=value ...]
 {commands}
 
 hfdist run FILE.yaml is the recipe that the file names, with it as its config; a run's folder has such a file.
-hfdist sft is finetune; hfdist dpo, cpo, simpo, orpo, kto, reward, grpo, rloo and online_dpo are tune with that task.
+hfdist sft is finetune; hfdist dpo, cpo, simpo, orpo, kto, reward, grpo, rloo, ppo, online_dpo are tune with that task.
 hfdist COMMAND --help lists its groups, options and keys; hfdist --version says which one this is.
 launch.processes=2 (or auto: the GPUs) starts that many processes; eval "$(hfdist completion bash)" completes all of
 them (in zsh, after bashcompinit).

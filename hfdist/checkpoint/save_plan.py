@@ -31,6 +31,7 @@ from hfdist.checkpoint.safetensors_io import DTYPE_NAMES, DTYPES, FilePlan, Tens
 from hfdist.collectives import gather_json, on_all_ranks, rank
 from hfdist.errors import CheckpointError, NumericsError
 from hfdist.models.names.hub_names import HubNames
+from hfdist.models.value_head import is_of_value_head
 
 TRAINING_STATE = "training_state"
 STATE_FILE = f"{TRAINING_STATE}/state.json"
@@ -174,7 +175,7 @@ class Planner:
 
     def _is_of_model(self, name: str, key: str) -> bool:
         """Whether it is a tensor of the files of weights: transformers leaves out what a constructor computes."""
-        return key == WEIGHT and (self._names is None or name in self._names.shapes)
+        return key == WEIGHT and not is_of_value_head(name) and (self._names is None or name in self._names.shapes)
 
     def _make(self, held: list[Region]) -> SavePlan:
         specs, segments = find_holders(held)

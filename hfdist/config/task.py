@@ -38,6 +38,7 @@ class TaskLoss(Enum):
     luspo = "luspo"
     reinforce_pp = "reinforce_pp"
     rloo = "rloo"
+    ppo = "ppo"
     infonce = "infonce"
     infonce_both = "infonce_both"
     triplet = "triplet"
@@ -112,11 +113,11 @@ class TaskName(Enum):
 
     `causal_lm`: the next token; `dpo`: pairs of answers, directly; `cpo`: the same, without a reference; `kto`: answers
     that were liked or not; `reward`: a model that scores answers, from pairs; `grpo`, `rloo`: its own answers to
-    prompts, by their rewards; `online_dpo`: pairs of these; `distill`: what a teacher predicts for each next token;
-    `embed`: embeddings of texts, by which a query finds the text that belongs to it; `classify`, `token_classify`: the
-    labels of texts, and of their words; `rerank`: how well a text answers a query, read together; `seq2seq`: the target
-    that an encoder-decoder writes of a source; `mlm`: tokens that are hidden from an encoder; `span_corruption`: spans
-    that are left out of what an encoder-decoder reads.
+    prompts, by their rewards; `ppo`: the same, with a head of values; `online_dpo`: pairs of own answers; `distill`:
+    what a teacher predicts for each next token; `embed`: embeddings of texts, by which a query finds the text that
+    belongs to it; `classify`, `token_classify`: the labels of texts, and of their words; `rerank`: how well a text
+    answers a query, read together; `seq2seq`: the target that an encoder-decoder writes of a source; `mlm`: tokens that
+    are hidden from an encoder; `span_corruption`: spans that are left out of what an encoder-decoder reads.
     """
 
     causal_lm = "causal_lm"
@@ -126,6 +127,7 @@ class TaskName(Enum):
     reward = "reward"
     grpo = "grpo"
     rloo = "rloo"
+    ppo = "ppo"
     online_dpo = "online_dpo"
     distill = "distill"
     embed = "embed"
@@ -174,6 +176,8 @@ class Traits:
     """Whether a plan covers a whole run: plans leave out rollouts, and know only models of tokens."""
     is_reinforcement: bool = False
     """Whether the model answers prompts, and learns from the rewards."""
+    has_values: bool = False
+    """Whether the model gets a head of values, which says how much reward each token may still expect."""
     has_teacher: bool = False
     """Whether a second model says what it should predict, at the targets of the rows that next tokens have."""
     peer: str = "TRL"
@@ -212,7 +216,6 @@ _OF_POLICIES = (
     "clip_high",
     "delta",
     "off_policy_mask_threshold",
-    "trained_prompts",
     "mask_truncated",
     "generators",
     "max_staleness",
@@ -309,7 +312,7 @@ TRAITS = {
         trainer="GRPOTrainer",
         learning_rate=1e-6,
         loss_unit="mean of tokens or answers",
-        keys=(*_OF_POLICIES, "scale_rewards"),
+        keys=(*_OF_POLICIES, "trained_prompts", "scale_rewards"),
         unit="prompt",
         method="by group relative policy optimization (GRPO, arXiv 2402.03300): its own answers, by their rewards",
         losses=(
@@ -329,11 +332,22 @@ TRAITS = {
         trainer="RLOOTrainer",
         learning_rate=1e-6,
         loss_unit="mean of answers",
-        keys=_OF_POLICIES,
+        keys=(*_OF_POLICIES, "trained_prompts"),
         unit="prompt",
         method="by REINFORCE leave-one-out (RLOO, arXiv 2402.14740): its own answers, by their rewards",
         losses=(TaskLoss.rloo,),
         is_reinforcement=True,
+    ),
+    TaskName.ppo: Traits(
+        trainer="PPOTrainer",
+        learning_rate=3e-6,
+        loss_unit="mean of tokens",
+        keys=(*_OF_POLICIES, "gamma", "gae_lambda", "value_weight"),
+        unit="prompt",
+        method="by proximal policy optimization (PPO, arXiv 1707.06347): its own answers, by rewards and values",
+        losses=(TaskLoss.ppo,),
+        is_reinforcement=True,
+        has_values=True,
     ),
     TaskName.online_dpo: Traits(
         trainer="OnlineDPOTrainer",
@@ -457,23 +471,26 @@ class TaskConfig:
     """What is trained, and how strictly."""
 
     name: TaskName = TaskName.causal_lm
-    """What is learned: causal_lm | dpo | cpo | kto | reward | grpo | rloo | online_dpo | distill | embed |
-    classify | token_classify | rerank | seq2seq | mlm | span_corruption."""
+    """What is learned: causal_lm | dpo | cpo | kto | reward | grpo | rloo | ppo | online_dpo | distill |
+    embed | classify | token_classify | rerank | seq2seq | mlm | span_corruption."""
     loss: TaskLoss = TaskLoss.sigmoid
     """dpo, online_dpo: sigmoid | sigmoid_norm | robust | exo_pair | hinge | ipo | nca_pair | bco_pair | sppo_hard |
     discopop | apo_zero | apo_down; cpo: sigmoid | hinge | ipo | simpo | orpo; kto: kto | apo_zero_unpaired;
     reward: sigmoid; grpo: grpo | dapo | dr_grpo | gspo | cispo | sapo | vespo | luspo | reinforce_pp; rloo: rloo;
-    embed: infonce | infonce_both | triplet | cosent; rerank: bce | ranknet | softmax."""
+    ppo: ppo; embed: infonce | infonce_both | triplet | cosent; rerank: bce | ranknet | softmax."""
 
     # ---- a reference, and losses of pairs ----
 
     beta: float = limited(0.1, at_least=0)
-    """How strictly the model stays with the one that it begins with; grpo, rloo: 0: not at all.
+    """How strictly the model stays with the one that it begins with; grpo, rloo, ppo: 0: not at all.
 
     cpo: the factor of log-probabilities in the loss; orpo: the weight of the odds ratio.
     """
     ref_model_sync_steps: int | None = limited(None, at_least=1)
-    """dpo, online_dpo, grpo, rloo: steps after which the reference moves towards the model; null: it stays (TR-DPO)."""
+    """dpo, online_dpo, grpo, rloo, ppo: steps after which the reference moves towards the model (TR-DPO).
+
+    null: it stays.
+    """
     ref_model_mixup_alpha: float = limited(0.6, above=0, at_most=1)
     """task.ref_model_sync_steps: the model's share of the reference's new weights."""
     label_smoothing: float = limited(0.0, at_least=0, at_most=0.49)
@@ -490,19 +507,19 @@ class TaskConfig:
 
     # ---- the model's own answers, and their rewards ----
 
-    num_generations: int = limited(8, at_least=2)
-    """grpo, rloo, online_dpo: answers to each prompt; a sequence of train.*_batch_size is a prompt.
+    num_generations: int = limited(8, at_least=1)
+    """grpo, rloo, ppo, online_dpo: answers to each prompt; a sequence of train.*_batch_size is a prompt.
 
-    A forward has so many rows for each.
+    A forward has so many rows for each. All but ppo compare answers, and need 2.
     """
     max_new_tokens: int = limited(256, at_least=1)
-    """grpo, rloo, online_dpo, distill: most tokens of an answer; of an episode, with those that the model reads."""
+    """grpo, rloo, ppo, online_dpo, distill: most tokens of an answer; of an episode, with what the model reads."""
     temperature: float = limited(1.0, above=0)
     """Temperature of the distribution that answers are drawn from; distill: of student and teacher in the loss, too."""
     top_k: int | None = limited(None, at_least=1)
-    """grpo, rloo, online_dpo, distill: number of the likeliest tokens that an answer is drawn from; null: all."""
+    """grpo, rloo, ppo, online_dpo, distill: number of the likeliest tokens that an answer is drawn from; null: all."""
     top_p: float = limited(1.0, above=0, at_most=1)
-    """grpo, rloo, online_dpo, distill: probability that the tokens which answers are drawn from reach together."""
+    """grpo, rloo, ppo, online_dpo, distill: probability that the tokens which answers are drawn from reach together."""
     rewards: dict[str, float] = field(default_factory=dict)
     """Rewards with their weights: {arithmetic: 1.0}; arithmetic, code, overlong, reward_model, environment, or of
     installed packages.
@@ -510,24 +527,24 @@ class TaskConfig:
     Packages offer them by entry points `hfdist.rewards`.
     """
     reward_model: str | None = None
-    """grpo, rloo, online_dpo: folder of the model that the reward `reward_model` is the score of."""
+    """grpo, rloo, ppo, online_dpo: folder of the model that the reward `reward_model` is the score of."""
 
-    # ---- grpo, rloo: losses of policies ----
+    # ---- grpo, rloo, ppo: losses of policies ----
 
     scale_rewards: bool = True
     """grpo: whether advantages are divided by a standard deviation of rewards, in the losses that do so."""
     clip: float | None = limited(0.2, above=0)
-    """grpo, rloo: how far a ratio of new to old probabilities may lie from 1 and count fully; null: the loss's own.
+    """grpo, rloo, ppo: how far a ratio of new to old probabilities may lie from 1 and count fully; null: the loss's.
 
     The options of these tasks say null. Bounds of losses are 0.2; gspo: 3e-4.
     """
     clip_high: float | None = limited(None, above=0)
-    """grpo, rloo: how far it may lie above 1; null: as task.clip, or the loss's own.
+    """grpo, rloo, ppo: how far it may lie above 1; null: as task.clip, or the loss's own.
 
     They are 0.2; dapo: 0.28; gspo: 4e-4; cispo: 4.
     """
     delta: float = limited(3.0, above=1)
-    """grpo, rloo: the largest ratio that counts where the bound above does not (two-sided clip, dual clip)."""
+    """grpo, rloo, ppo: the largest ratio that counts where the bound above does not (two-sided clip, dual clip)."""
     off_policy_mask_threshold: float | None = limited(None, at_least=0)
     """generators: mean of log(old / new probability) above which a bad answer does not train; null: all do.
 
@@ -539,12 +556,22 @@ class TaskConfig:
     Those whose answers have different rewards come first (dynamic sampling of DAPO); <= train.global_batch_size.
     """
     mask_truncated: bool = False
-    """grpo, rloo: whether answers that were cut off do not train; their rewards count among those of their prompt."""
+    """grpo, rloo, ppo: whether answers that were cut off do not train; their rewards count among those of their
+    prompt."""
 
-    # ---- grpo, rloo: answers beside the ranks ----
+    # ---- ppo: a head of values ----
+
+    gamma: float = limited(1.0, above=0, at_most=1)
+    """ppo: what a reward counts for each token that it comes later (discount)."""
+    gae_lambda: float = limited(0.95, at_least=0, at_most=1)
+    """ppo: 0: an advantage reaches to the next token's value; 1: to the end of the answer (GAE, arXiv 1506.02438)."""
+    value_weight: float = limited(0.1, at_least=0)
+    """ppo: weight of the loss of values, which is added."""
+
+    # ---- grpo, rloo, ppo: answers beside the ranks ----
 
     generators: int = limited(0, at_least=0)
-    """grpo, rloo: processes beside the ranks that answer prompts; 0, without a port: the ranks, within the step."""
+    """grpo, rloo, ppo: processes beside the ranks that answer prompts; 0, without a port: the ranks, in the step."""
     max_staleness: int = limited(1, at_least=0)
     """generators: steps by which the policy that gave an answer may be older than the one that it trains."""
     sync_every: int = limited(1, at_least=1)
@@ -552,7 +579,7 @@ class TaskConfig:
     answer_seconds: float = limited(600.0, above=0)
     """generators: time after which a prompt goes to another one, too."""
     generators_port: int | None = limited(None, at_least=1, at_most=65535)
-    """grpo, rloo: where `hfdist generate` of other machines may join; null: nobody may."""
+    """grpo, rloo, ppo: where `hfdist generate` of other machines may join; null: nobody may."""
     generators_host: str | None = None
     """generators: address of rank 0's machine to listen at; null: all with HFDIST_ISLANDS_SECRET, 127.0.0.1 without."""
 
@@ -563,10 +590,10 @@ class TaskConfig:
     server_key_variable: str | None = None
     """server: variable of the environment with the API key, such as VLLM_API_KEY; null: the servers ask for none."""
 
-    # ---- grpo, rloo: answers of several turns ----
+    # ---- grpo, rloo, ppo: answers of several turns ----
 
     environment: str | None = None
-    """grpo, rloo: what the model acts in, turn by turn: calculator, code, guess, openenv, reasoning_gym, or of
+    """grpo, rloo, ppo: what the model acts in, turn by turn: calculator, code, guess, openenv, reasoning_gym, or of
     installed packages; null: a prompt has one answer.
 
     Packages offer them by entry points `hfdist.environments`.

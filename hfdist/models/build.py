@@ -24,6 +24,7 @@ from hfdist.models.names.weight_names import NameDifferences, read_names, withou
 from hfdist.models.partitioning import WHOLE, Partitioning
 from hfdist.models.quantize import quantize_frozen
 from hfdist.models.trainable import TrainableParameters
+from hfdist.models.value_head import add_value_head, draw_value_head
 
 logger = logging.getLogger(__name__)
 _EXPLAINED = (ImportError, ValueError)
@@ -59,9 +60,11 @@ def build_model(
     trained = trained or TrainableParameters()
     _check_not_quantized(architecture)
     if config.init is Init.random:
-        model = _draw(make_without_values(config, architecture, head=head), trained, seed, layout)
+        model = _draw(config, make_without_values(config, architecture, head=head), trained, seed, layout)
     else:
         model = _read(config, architecture, trained, seed, layout, head=head)
+    if trained.has_values:
+        draw_value_head(model, seed, layout)
     if trained.adapter.quantization is not None:
         quantize_frozen(model, trained.adapter.quantization, layout)
     return model
@@ -130,13 +133,15 @@ def make_without_values(
     return model
 
 
-def _draw(model: PreTrainedModel, trained: TrainableParameters, seed: int, layout: Partitioning) -> PreTrainedModel:
+def _draw(
+    config: ModelConfig, model: PreTrainedModel, trained: TrainableParameters, seed: int, layout: Partitioning
+) -> PreTrainedModel:
     """Random weights."""
     if trained.adapter.is_used:
         # By the names that the weights have without it, and not over it.
         initialize_by_name(model, seed, layout)
     trained.choose(model, seed=seed, layout=layout)
-    _partition(model, trained, layout)
+    _partition(model, trained, layout, _dtype(config.dtype))
     if not trained.adapter.is_used:
         initialize_by_name(model, seed, layout)
     return model
@@ -181,7 +186,7 @@ def _read(
     if trained.reads_weights and not is_partitioned:
         nn.Module.to(model, dtype)
     trained.choose(model, seed=seed, layout=layout)
-    _partition(model, trained, layout)
+    _partition(model, trained, layout, dtype)
     if not is_partitioned:
         with trained.kept_in_float32(model):
             nn.Module.to(model, dtype)
@@ -201,12 +206,15 @@ def _draw_missing(
         initialize_by_name(model, seed, layout, only=drawn)
 
 
-def _partition(model: PreTrainedModel, trained: TrainableParameters, layout: Partitioning) -> None:
+def _partition(model: PreTrainedModel, trained: TrainableParameters, layout: Partitioning, dtype: torch.dtype) -> None:
     # While it is whole.
     if trained.adapter.is_used:
         logger.info("adapter: %s", describe_parts(model))
     else:
         find_hub_names(model)
+    if trained.has_values:
+        # After the names were found: the policy's files do not have it.
+        add_value_head(model, dtype)
     layout.partition(model)
 
 

@@ -36,6 +36,8 @@ class TrainableParameters:
     train_only: tuple[str, ...] = ()
     reads_images: bool | None = None
     """Whether a model of image and text reads images in this run; None: it is none, or nobody knows."""
+    has_values: bool = False
+    """Whether the model gets a head of values, which is trained besides."""
     unreached: frozenset[str] = frozenset()
     """What images never reach, of `find_unreached`."""
 
@@ -49,6 +51,7 @@ class TrainableParameters:
             freeze=freeze,
             train_only=train_only,
             reads_images=config.data.images.used,
+            has_values=config.task.name.traits.has_values,
             unreached=unreached,
         )
 

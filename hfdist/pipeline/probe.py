@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from hfdist.collectives import is_planned
 from hfdist.errors import HfdistError, first_line
+from hfdist.models.value_head import is_of_value_head
 from hfdist.pipeline.split import SplitModel
 from hfdist.pipeline.stage_io import Activations, Carry, P2PChannel, tensors_of, unpack
 from hfdist.pipeline.stage_module import StageModule, preserve_state
@@ -51,7 +52,10 @@ def probe(split: SplitModel, carry: Carry, batch: dict[str, torch.Tensor], chann
                 outgoing, problem = _try(module, batch, incoming)
             if outgoing is not None:
                 reached = _leaves(outgoing)
-                needed |= {name for name, parameter in split.surrounding().items() if id(parameter) in reached}
+                around = split.surrounding()
+                needed |= {name for name, parameter in around.items() if id(parameter) in reached}
+                # A loss calls it, and not the model.
+                needed |= set(filter(is_of_value_head, around)) if module.is_last else set()
             if outgoing is not None and module.is_last and not is_planned():
                 checksum = sum(float(tensor.detach().double().sum()) for tensor in _outputs_of(outgoing))
             if not module.is_last:

@@ -29,6 +29,7 @@ from hfdist.models.probing import class_keeps_documents_apart
 from hfdist.models.recompute import checkpoint_blocks
 from hfdist.models.resolve import resolve_model
 from hfdist.models.target_loss import check_target_loss
+from hfdist.models.value_head import check_value_head
 from hfdist.run.data import make_cache
 from hfdist.strategies.base import Strategy
 from hfdist.strategies.select import device_type_here
@@ -63,6 +64,9 @@ def find_model(config: RunConfig) -> FoundModel:
             find_scorer(make_without_values(start.model, architecture, head=head))
     if head is Head.tokens:
         check_reads_no_further(architecture)
+    if config.task.name.traits.has_values:
+        with torch.device("meta"):
+            check_value_head(make_without_values(start.model, architecture, head=head))
     if config.task.reward_model is not None:
         check_reward_model(config.task.reward_model)
     is_encoder = False

@@ -24,6 +24,7 @@ from hfdist.tune.masked import MaskedTokens, check_mask_token
 from hfdist.tune.moving_reference import FollowedPreferences
 from hfdist.tune.online_preference import OnlinePreferences
 from hfdist.tune.policy import PolicyGradient
+from hfdist.tune.ppo import ProximalPolicy
 from hfdist.tune.preference import Preferences
 from hfdist.tune.reference import ReferenceTable
 from hfdist.tune.rerank import Ranking
@@ -78,7 +79,7 @@ def make_objective(
             return Distillation(
                 task, teacher, StudentAnswers(config, tokenizer, lines=lines) if task.on_policy else None
             )
-        case TaskName.grpo | TaskName.rloo | TaskName.online_dpo:
+        case TaskName.grpo | TaskName.rloo | TaskName.ppo | TaskName.online_dpo:
             rollouts = Rollouts(
                 config,
                 _rewards(config, tokenizer, strategy, arguments),
@@ -86,8 +87,9 @@ def make_objective(
                 examples=[] if held_out is None else take_examples(held_out, config.evaluate.num_generations),
                 lines=_lines(config, num_answers=task.num_generations),
             )
-            is_of_pairs = task.name is TaskName.online_dpo
-            return OnlinePreferences(task, rollouts) if is_of_pairs else PolicyGradient(task, rollouts)
+            if task.name is TaskName.online_dpo:
+                return OnlinePreferences(task, rollouts)
+            return (ProximalPolicy if task.name is TaskName.ppo else PolicyGradient)(task, rollouts)
     return None
 
 

@@ -8,7 +8,7 @@ ratios are clipped, one above `task.delta` counts as that (dual clip, arXiv 1912
 
 `task.beta` holds the model to the one that the run begins with; p and r are the probabilities of a token by the two.
 beta x ratio x (r / p - log(r / p) - 1) is added to the loss of each token (with the ratio as in arXiv 2512.02556 and
-TRL). RLOO takes beta x log(p / r), summed over an answer, off its reward.
+TRL). RLOO takes beta x log(p / r), summed over an answer, off its reward; PPO takes that of each token (ppo.py).
 """
 
 from __future__ import annotations
@@ -33,13 +33,20 @@ from hfdist.tune.own_answers import OwnAnswers
 from hfdist.tune.policy_loss import POLICY_LOSSES, Mean, Ratios, of_answers, of_answers_by_token
 from hfdist.tune.reference_weights import ReferenceWeights
 from hfdist.tune.rollout import Rollouts
-from hfdist.tune.rollout_rows import ADVANTAGES, OLD_LOG_PROBABILITIES, REWARDS, STEP_ENDS, TRAINS, are_answered
+from hfdist.tune.rollout_rows import (
+    ADVANTAGES,
+    OLD_LOG_PROBABILITIES,
+    REWARDS,
+    STEP_ENDS,
+    are_answered,
+    trained_tokens,
+)
 from hfdist.tune.shared_values import share_values
 
 REFERENCE_LOG_PROBABILITIES = "reference_log_probabilities"
 """Key in a batch: log-probabilities of answers' tokens by the reference, else 0; shape [rows, tokens]."""
 DIVERGENCE = "divergence"
-"""Key in a batch of RLOO: log(p / r) of each token of an answer, else 0; shape [rows, tokens]."""
+"""Key in a batch of RLOO and PPO: log(p / r) of each token of an answer, else 0; shape [rows, tokens]."""
 
 
 class PolicyGradient(OwnAnswers):
@@ -66,7 +73,7 @@ class PolicyGradient(OwnAnswers):
     def count(self, batch: Batch) -> torch.Tensor:
         """Count the tokens that train, or the answers, with those that do not train."""
         if self._loss.mean is Mean.tokens:
-            return _trained(batch).sum()
+            return trained_tokens(batch).sum()
         return are_answered(batch).sum()
 
     def begin_step(self, batches: list[Batch], hooks: TrainerHooks) -> list[Batch]:
@@ -80,9 +87,14 @@ class PolicyGradient(OwnAnswers):
         if self._reference is not None:
             with evaluating(self._training, are_training=True) as forward:
                 answered = self._compare(answered, forward, self._reference)
+        return self.add_advantages(answered)
+
+    def add_advantages(self, batches: list[Batch]) -> list[Batch]:
+        """Give batches with the advantages of their answers in place of the rewards. A collective."""
         if self._reference is not None and self._loss.takes_kl_off:
-            answered = [self._take_divergence_off(batch) for batch in answered]
-        return add_advantages(answered, self._loss, task, data_rank=topology.data_rank)
+            batches = [self._take_divergence_off(batch) for batch in batches]
+        topology = self._training.strategy.topology
+        return add_advantages(batches, self._loss, self._task, data_rank=topology.data_rank)
 
     def _refuse_steps(self, batches: Sequence[Batch]) -> None:
         if any(STEP_ENDS in batch for batch in batches):
@@ -123,7 +135,7 @@ class PolicyGradient(OwnAnswers):
 
         def reduce(losses: torch.Tensor) -> torch.Tensor:
             log_probabilities = -losses.view(rows, tokens - 1)
-            is_target, trains = batch["labels"][:, 1:] != IGNORED, _trained(batch)[:, 1:]
+            is_target, trains = batch["labels"][:, 1:] != IGNORED, trained_tokens(batch)[:, 1:]
             self._note(is_target, {"entropy": -log_probabilities})
             old = log_probabilities.detach()
             if OLD_LOG_PROBABILITIES in batch:
@@ -161,9 +173,3 @@ class PolicyGradient(OwnAnswers):
 
     def _reduce(self, model: nn.Module, batch: Batch, reduce: Reduce) -> torch.Tensor:
         return reduce_tokens(self._training.head, model, batch, reduce, temperature=self._task.temperature)
-
-
-def _trained(batch: Batch) -> torch.Tensor:
-    """Whether a token is one of an answer that trains; shape [rows, tokens]."""
-    is_target = batch["labels"] != IGNORED
-    return is_target & batch[TRAINS][:, None] if TRAINS in batch else is_target

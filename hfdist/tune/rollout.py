@@ -87,7 +87,9 @@ class Rollouts:
             self.generators = Generators(config, tokenizer, read_examples=self._read_row, seeds_of=self._seeds_of)
         self._acting: Acting | None = None
         """Plays episodes with the environment, from `begin` on; None: an answer is one turn."""
-        own = ("reward_std", "dead_groups", "completion_tokens", "cut_off")
+        # One answer alone is compared with none.
+        of_groups = ("reward_std", "dead_groups") if config.task.num_generations > 1 else ()
+        own = (*of_groups, "completion_tokens", "cut_off")
         self.names = (*self._scoring.names, *own, *(() if self._task.environment is None else Acting.names))
         """Names of the figures that `answer` gives."""
 
@@ -276,6 +278,8 @@ class Rollouts:
     def _figures_of_groups(self, batches: Sequence[Batch], live: Sequence[int]) -> dict[str, list[float]]:
         """Give figures of groups, which all answers of one have, in the places `live` of all answers."""
         count = self._task.num_generations
+        if count == 1:
+            return {}
         totals = torch.cat([batch[REWARDS].sum(1) for batch in batches]).view(-1, count)
         alike = torch.cat([~differ(batch, count) for batch in batches])
         of_groups = {"reward_std": totals.std(1), "dead_groups": alike.float()}

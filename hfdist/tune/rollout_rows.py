@@ -38,6 +38,12 @@ def are_answered(batch: Batch) -> torch.Tensor:
     return is_one | ~batch[TRAINS] if TRAINS in batch else is_one
 
 
+def trained_tokens(batch: Batch) -> torch.Tensor:
+    """Whether a token is one of an answer that trains; shape [rows, tokens]."""
+    is_target = batch["labels"] != IGNORED
+    return is_target & batch[TRAINS][:, None] if TRAINS in batch else is_target
+
+
 def read_examples(batch: Batch, room: int | None) -> list[Example]:
     """Split each row, of one document, at its first run of targets; of a longer prompt the last `room` tokens stay.
 

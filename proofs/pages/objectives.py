@@ -40,6 +40,7 @@ _WHERE = {
     TaskName.kto: ("tune.md", "tune/unpaired.py"),
     TaskName.reward: ("tune.md", "tune/reward.py"),
     **dict.fromkeys((TaskName.grpo, TaskName.rloo), ("reinforcement.md", "tune/policy.py")),
+    TaskName.ppo: ("reinforcement.md", "tune/ppo.py"),
     TaskName.online_dpo: ("reinforcement.md", "tune/online_preference.py"),
     TaskName.distill: ("distill.md", "tune/distill.py"),
     TaskName.embed: ("embeddings.md", "tune/embed.py"),

@@ -112,33 +112,32 @@ def each_once(num_steps: int) -> list[tuple[int, int]]:
     return [(number // GLOBAL_BATCH + 1, number) for number in range(num_steps * GLOBAL_BATCH)]
 
 
+def draw_answers(model, prompts: list[list[int]], first_number: int, temperature: float = 1.0) -> list[list[int]]:
+    """Answer prompts as a run does whose first one has this number; each stands there once for each answer."""
+    seeds = [
+        int.from_bytes(hashlib.blake2b(f"0:{n}:{place % ANSWERS}".encode(), digest_size=8).digest(), "little")
+        for place, n in enumerate(first_number + place // ANSWERS for place in range(len(prompts)))
+    ]
+    model.eval()
+    with torch.no_grad():
+        drawn = Sampler(
+            limits=GenerationLimits(max_new_tokens=NEW_TOKENS, end_ids=frozenset({1}), most_tokens=None),
+            sampling=Sampling(temperature=temperature),
+            topology=Topology(),
+            uses_cache=False,
+        ).draw(prompts, seeds, lambda batch, function: [function(model, batch)], rows_at_once=len(prompts))
+    model.train()
+    return [one.tokens for one in drawn]
+
+
 class _OurAnswers:
     """Put before a trainer of TRL's: its answers are ours, from its own weights."""
 
     num_prompts = 0
 
     def _generate_single_turn(self, prompt_ids, *_others):
-        numbers = [self.num_prompts + place // ANSWERS for place in range(len(prompt_ids))]
-        self.num_prompts += len(prompt_ids) // ANSWERS
-        seeds = [
-            int.from_bytes(hashlib.blake2b(f"0:{n}:{place % ANSWERS}".encode(), digest_size=8).digest(), "little")
-            for place, n in enumerate(numbers)
-        ]
-        self.model.eval()
-        with torch.no_grad():
-            drawn = Sampler(
-                limits=GenerationLimits(max_new_tokens=NEW_TOKENS, end_ids=frozenset({1}), most_tokens=None),
-                sampling=Sampling(temperature=self.args.temperature),
-                topology=Topology(),
-                uses_cache=False,
-            ).draw(
-                prompt_ids,
-                seeds,
-                lambda batch, function: [function(self.model, batch)],
-                rows_at_once=len(prompt_ids),
-            )
-        answers = [one.tokens for one in drawn]
-        self.model.train()
+        first, self.num_prompts = self.num_prompts, self.num_prompts + len(prompt_ids) // ANSWERS
+        answers = draw_answers(self.model, prompt_ids, first, self.args.temperature)
         return (answers, None) if isinstance(self, trl.GRPOTrainer) else answers
 
 

@@ -281,6 +281,11 @@ def _check_embeddings(config: RunConfig) -> None:
 def _check_reinforcement(config: RunConfig) -> None:
     _check_rewards(config)
     _check_environment(config)
+    has_values = config.task.name.traits.has_values
+    if config.task.num_generations == 1 and not has_values:
+        raise _misfit(config, "task.num_generations", "2", "answers to one prompt are compared with each other")
+    if has_values and config.strategy.sequence:
+        raise _misfit(config, "strategy.sequence", "false", "a head of values reads all tokens of a row")
     for key in _WITHOUT_BOUND.get(config.task.loss, ()):
         allowed = TaskConfig().delta if key == "delta" else None
         if getattr(config.task, key) != allowed:

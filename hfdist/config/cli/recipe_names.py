@@ -38,7 +38,6 @@ HINTS: Mapping[str, str] = {
     **dict.fromkeys(("compare", "diff"), "hfdist report RUN OTHER_RUN"),
     **{loss.value: f"hfdist grpo task.loss={loss.value}" for loss in TaskName.grpo.traits.losses[1:]},
     "gkd": "hfdist distill learns from a teacher",
-    "ppo": "hfdist grpo learns from rewards, without a model of values",
     "config": "hfdist pretrain --cfg job prints a config",
 }
 """Commands of other programs, and what does it here; `{name}`: the recipe that is named after it, or the first one."""

@@ -10,7 +10,7 @@ REWARDS = "'task.rewards={{value}: 1.0}'"
 HELD_OUT = "data.eval_fraction=0 data.eval_sources.val.path={value}"
 BETAS = "optimizer.beta1={value} optimizer.beta2={value}"
 OWN_REWARD = "a reward of your own comes from an installed package: docs/rewards.md#a-reward-of-your-own"
-STAGES = {"sft": "sft", "pt": "pretrain", "dpo": "dpo", "kto": "kto", "rm": "reward", "ppo": "grpo"}
+STAGES = {"sft": "sft", "pt": "pretrain", "dpo": "dpo", "kto": "kto", "rm": "reward", "ppo": "ppo"}
 """Stages of LLaMA-Factory, with the command that does them."""
 _OVERRIDES = {
     "train.global_batch_size={value}": "batch_size train_batch_size effective_batch_size",
@@ -286,7 +286,7 @@ OPTIONS = {
                  "ep": "strategy=moe", "dp": "strategy=ddp", "megatron": "strategy=3d", "0": "strategy=ddp",
                  "1": "strategy=zero1", "2": "strategy=zero2", "3": "strategy=zero3"},
     "watch": dict.fromkeys(("none", "off", "false", "no"), "watch.heartbeat_seconds=null"),
-    "task": {"ppo": "task=grpo", "sft": "task=causal_lm", "ipo": "task=dpo task.loss=ipo"}
+    "task": {"sft": "task=causal_lm", "ipo": "task=dpo task.loss=ipo"}
     | {loss.value: f"task=grpo task.loss={loss.value}" for loss in TaskName.grpo.traits.losses[1:]},
     "evaluate": {**_EVALUATES, "yes": _EVALUATES["true"], "no": _EVALUATES["false"]},
     "adapter": dict.fromkeys(("prefix", "prompt", "ptuning", "prefix_tuning", "peft"), "adapter=lora")

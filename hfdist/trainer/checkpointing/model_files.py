@@ -21,6 +21,7 @@ from hfdist.errors import CheckpointError, ConfigError, first_line
 from hfdist.models.adapter import NAME
 from hfdist.models.cache_use import set_use_cache
 from hfdist.models.embeddings import scores_sequences
+from hfdist.models.value_head import is_of_value_head
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +50,7 @@ def check_adapter_names(model: nn.Module) -> None:
         what = f"PEFT cannot name what it would save of this adapter: {type(error).__name__}: {first_line(error)}"
         raise ConfigError(what, where="adapter", hint="adapter=lora") from error
     for name, parameter in model.named_parameters():
-        if parameter.requires_grad and name not in names:
+        if parameter.requires_grad and name not in names and not is_of_value_head(name):
             raise ConfigError(_NO_PLACE, where=name, hint=_NAME_IT)
 
 
@@ -66,6 +67,9 @@ def adapter_pieces(model: nn.Module, pieces: Iterable[Piece]) -> Iterator[Piece]
     for piece in pieces:
         if piece.name in names:
             yield dataclasses.replace(piece, name=names[piece.name])
+        elif is_of_value_head(piece.name):
+            # Beside the adapter, as beside a whole model.
+            yield piece
         elif piece.name in trained:
             raise CheckpointError(_NO_PLACE, where=piece.name, hint=_NAME_IT)
 

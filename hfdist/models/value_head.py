@@ -1,0 +1,78 @@
+"""A head of values beside the head of tokens: how much reward the policy still expects, at each token.
+
+    hidden states [rows, tokens, width]  ->  output embedding  ->  logits [rows, tokens, vocabulary]
+                                         ->  value_head        ->  values [rows, tokens]
+
+It is a layer of the model, so each layout shards, clips and saves it like any other one. The policy's files do not have
+it: a checkpoint keeps it beside the optimizer's state (`checkpoint/save_plan.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from hfdist.errors import ConfigError
+from hfdist.models.initialize import initialize_by_name
+from hfdist.models.partitioning import Partitioning, whole_shape
+
+_NAME = "value_head"
+_WEIGHT = f"{_NAME}.weight"
+
+
+def is_of_value_head(name: str) -> bool:
+    """Whether a parameter of this name belongs to a head of values."""
+    return name == _WEIGHT
+
+
+def check_value_head(model: PreTrainedModel) -> None:
+    """Raise a ConfigError if the model does not say which layer predicts tokens: a head of values stands beside it."""
+    # Any: transformers says of an embedding that it is a module or a tensor.
+    head: Any = model.get_output_embeddings()
+    if not isinstance(getattr(head, "weight", None), torch.Tensor):
+        what = (
+            "the model does not say which layer predicts its tokens, and values are of the states that this one reads"
+        )
+        hint = "another decoder, such as llama or qwen3; task=grpo needs no values"
+        raise ConfigError(what, where="model.name, model.type", found=type(model).__name__, hint=hint)
+
+
+def add_value_head(model: PreTrainedModel, dtype: torch.dtype) -> None:
+    """Add the head to a model that has all its layers, in place; `draw_value_head` gives it its values."""
+    head: Any = model.get_output_embeddings()
+    model.add_module(_NAME, nn.Linear(whole_shape(head.weight)[1], 1, bias=False, dtype=dtype))
+
+
+def draw_value_head(model: PreTrainedModel, seed: int, layout: Partitioning) -> None:
+    """Give the head the random values that `seed` determines, in any layout."""
+    initialize_by_name(model, seed, layout, only={_WEIGHT})
+
+
+@contextmanager
+def noting_values(model: nn.Module) -> Iterator[list[torch.Tensor]]:
+    """Note in the block's list the values that the next forward of `model` gives; shape [rows, tokens], float32.
+
+    `model` is what the engine gives, perhaps one stage. The list stays empty where a stage ends before the head.
+    """
+    base: Any = model
+    while not isinstance(base, PreTrainedModel):
+        base = base.module
+    found: list[torch.Tensor] = []
+
+    def note(head: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
+        # A loss that is computed in chunks calls the head of tokens again.
+        if not found:
+            value_head = base.get_submodule(_NAME)
+            found.append(value_head(inputs[0].to(value_head.weight.dtype)).squeeze(-1).float())
+
+    # Within the forward, where sharded weights are whole. First: tensor ranks change what the head of tokens reads.
+    handle = base.get_output_embeddings().register_forward_pre_hook(note, prepend=True)
+    try:
+        yield found
+    finally:
+        handle.remove()
