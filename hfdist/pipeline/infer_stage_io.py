@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from hfdist.collectives import device_of, gather_json, is_planned
 from hfdist.errors import PartitionError
 from hfdist.models.embeddings import has_token_loss, input_embeddings
+from hfdist.models.image_text import image_example
 from hfdist.models.probing import kind_of_name, unused_parameters
 from hfdist.pipeline.planned import PlannedChannel, PlannedPipeline
 from hfdist.pipeline.probe import ProbeResult, probe
@@ -71,11 +72,7 @@ def infer_stage_io(
             shape=(_PROBE_SEQUENCES, _PROBE_TOKENS),
         )
     )
-    # The same tokens on all ranks.
-    vocab_size = split.model.config.get_text_config().vocab_size
-    generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(vocab_size, (_PROBE_SEQUENCES, _PROBE_TOKENS), generator=generator).to(channel.device)
-    batch = {"input_ids": tokens, **({"labels": tokens.clone()} if has_token_loss(split.model) else {})}
+    batch = _probe_batch(split.model, channel.device)
     with _portable_attention(split.model):
         carry, found = _find_carry(split, batch, channel, group)
         problem = _keep_only(split, found, lambda: probe(split, carry, batch, channel), group)
@@ -83,6 +80,16 @@ def infer_stage_io(
         raise _refusal(split, [problem])
     holders = _planned_holders(split, rank_of_stage, topology) if is_planned() else _find_holders(split, topology)
     return StageIO(carry, *_group_holders(holders, topology))
+
+
+def _probe_batch(model: PreTrainedModel, device: torch.device) -> dict[str, torch.Tensor]:
+    """Give a few tokens, the same on all ranks; of a model that reads images a row with one."""
+    if (example := image_example(model)) is not None:
+        return {name: tensor.to(device) for name, tensor in example.tensors.items()}
+    vocab_size = model.config.get_text_config().vocab_size
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(vocab_size, (_PROBE_SEQUENCES, _PROBE_TOKENS), generator=generator).to(device)
+    return {"input_ids": tokens, **({"labels": tokens.clone()} if has_token_loss(model) else {})}
 
 
 def _keep_only(

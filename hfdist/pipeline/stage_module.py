@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain
@@ -29,6 +29,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from hfdist.errors import PartitionError
 from hfdist.kept_generators import keeping_generators
+from hfdist.models.image_text import image_example
 from hfdist.pipeline.stage_io import Absent, Activations, Carry, Outputs
 
 Standing = TypeVar("Standing", bound=nn.Module)
@@ -75,6 +76,9 @@ class StageModule(nn.Module):
         self._num_parts = len(blocks[0])
         self._stage_forward: StageForward | None = None
         self.model = copy_structure(model, blocks, self._call)
+        if not self.is_first and (example := image_example(model)) is not None:
+            for module in {self.model, self.model.base_model}:
+                module.register_forward_pre_hook(partial(_leave_out, example.pixels), with_kwargs=True)
         own = {id(p) for index in stage for part in blocks[index] for p in part.parameters()}
         elsewhere = {id(p) for block in blocks for part in block for p in part.parameters()}
         self._own = tuple(p for p in model.parameters() if id(p) in own or id(p) not in elsewhere)
@@ -138,6 +142,13 @@ def copy_structure(model: PreTrainedModel, blocks: Sequence[Block], call: Callab
         if hook is refuse_call:
             del copied._forward_pre_hooks[number]
     return copied
+
+
+def _leave_out(
+    names: Collection[str], model: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
+) -> tuple[tuple[object, ...], dict[str, object]]:
+    """Hook of a later stage: the first one has read the images, and what it sends has their features."""
+    return args, {name: value for name, value in kwargs.items() if name not in names}
 
 
 def refuse_call(model: nn.Module, inputs: object) -> None:

@@ -15,7 +15,7 @@ from hfdist.config.task import Head
 from hfdist.control_group import ControlGroup
 from hfdist.models import TrainableParameters, build_model, check_weights, fit_vocabulary
 from hfdist.models.attention_choice import choose_attention
-from hfdist.models.image_text import find_unreached
+from hfdist.models.image_text import ImageBatch, find_unreached
 from hfdist.models.label_names import set_labels
 from hfdist.models.peft_config import check_adapter
 from hfdist.models.processor import list_processor_files
@@ -103,6 +103,7 @@ class Run(RunState):
         check_special_tokens(self.config, self.data.tokenizer)
         if self.data.images is not None:
             self.data.stream.needs_image = self.strategy.calls_alike and self.topology.data > 1
+            self.data.stream.tells_images_by_row = self.topology.pipeline > 1
             # Rows stay apart, so no attention is told of packed ones.
             self.architecture._attn_implementation = None
             self.why_together = choose_attention(self._here, self.architecture, device_type_here())
@@ -150,16 +151,18 @@ class Run(RunState):
             self.architecture,
             seed=self.config.train.seed,
             layout=self.strategy,
-            trained=TrainableParameters.of(self.config, unreached=self._find_unreached()),
+            trained=self._choose_trained(),
             head=self._head,
         )
 
-    def _find_unreached(self) -> frozenset[str]:
-        """Name what images never reach in the model."""
+    def _choose_trained(self) -> TrainableParameters:
+        """Give what is trained, but for what images never reach in the model."""
         if (images := self.data.images) is None:
-            return frozenset()
+            return TrainableParameters.of(self.config)
+        example = images.example()
         with self.strategy.without_partitioning(self.arguments):
-            return find_unreached(self.architecture, images.example())
+            unreached = find_unreached(self.architecture, example)
+        return TrainableParameters.of(self.config, unreached=unreached, example=ImageBatch(example))
 
     @reporting("building the Trainer")
     def build_trainer(self) -> None:

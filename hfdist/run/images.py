@@ -19,8 +19,8 @@ from hfdist.models.resolve import resolve_model
 logger = logging.getLogger(__name__)
 
 _KEY = "data.images.used"
-_AXES = ("tensor", "pipeline", "context", "expert")
-"""Degrees of `strategy.*` above 1 that divide a model or its sequences, which no tower is divided for yet."""
+_AXES = ("context", "expert")
+"""Degrees of `strategy.*` above 1 that share sequences or experts, which is not tried with images yet."""
 
 
 def check_images(config: RunConfig, architecture: PreTrainedConfig) -> None:
