@@ -62,7 +62,10 @@ def find_images(
             config.data.packing.value,
         )
         config.data.packing = Packing.none
-    return ImageTokens(load_processor(config.model, architecture, tokenizer))
+    found = ImageTokens(load_processor(config.model, architecture, tokenizer))
+    if config.strategy.pipeline > 1:
+        _check_pipeline(architecture, found)
+    return found
 
 
 def images_of_past_run(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> ImageTokens | None:
@@ -77,14 +80,26 @@ def images_of_past_run(config: RunConfig, tokenizer: PreTrainedTokenizerBase) ->
     return ImageTokens(load_processor(model, architecture, tokenizer))
 
 
+def _check_pipeline(architecture: PreTrainedConfig, images: ImageTokens) -> None:
+    # It takes time that other layouts save.
+    from hfdist.pipeline.image_check import find_image_problem
+
+    problem = find_image_problem(architecture, images.example())
+    if problem is not None:
+        what = "later stages of a pipeline need more of the images than the first one can send"
+        found = f"{architecture.model_type}, made small: {problem}"
+        hint = "strategy=fsdp2; or data.images.used=false, which trains on text alone"
+        raise ConfigError(what, where="strategy.pipeline", found=found, allowed="pipeline=1 for this type", hint=hint)
+
+
 def _check_layout(config: RunConfig) -> None:
     strategy = config.strategy
     divided = [f"strategy.{name}={degree}" for name in _AXES if (degree := getattr(strategy, name, 1)) > 1]
     if divided:
         raise ConfigError(
-            "this layout divides the model or its sequences, and not yet a tower that reads images",
+            "this layout shares sequences or experts over ranks, which is not tried on rows with images yet",
             where=", ".join(one.partition("=")[0] for one in divided),
             found=", ".join(divided),
-            allowed="ddp, zero1, zero2, zero3, fsdp2, with or without strategy.replicate",
+            allowed="ddp, ZeRO, FSDP2, strategy.pipeline, strategy.tensor",
             hint="strategy=fsdp2; or data.images.used=false, which trains on text alone",
         )
