@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from hfdist.collectives import device_of, gather_json, is_planned
 from hfdist.errors import PartitionError
 from hfdist.models.embeddings import has_token_loss, input_embeddings
-from hfdist.models.image_text import image_example
+from hfdist.models.image_text import PROJECTOR, TOWER, image_example, names_of_parts, reads_images
 from hfdist.models.probing import kind_of_name, unused_parameters
 from hfdist.pipeline.planned import PlannedChannel, PlannedPipeline
 from hfdist.pipeline.probe import ProbeResult, probe
@@ -99,7 +99,7 @@ def _keep_only(
 
     What no rank of the pipeline needs stays on one. Returns the problem that is left, if any.
     """
-    needed = found.needed
+    needed = found.needed | _readers_of_images(split)
     unneeded = {name: p.detach() for name, p in split.surrounding().items() if name not in needed}
     split.remove(unneeded)
     problem = _first_problem(_difference(found, try_again()))
@@ -112,6 +112,14 @@ def _keep_only(
     for name in _share_unused(split, unneeded, group):
         split.restore(name, unneeded[name])
     return problem
+
+
+def _readers_of_images(split: SplitModel) -> set[str]:
+    """Name what the first stage reads images by. A plan tries tokens alone, which do not show it."""
+    if not (split.has_first and reads_images(split.model)):
+        return set()
+    parts = names_of_parts(split.model)
+    return {*parts[TOWER], *parts[PROJECTOR]} & split.surrounding().keys()
 
 
 def _share_unused(split: SplitModel, unneeded: dict[str, torch.Tensor], group: dist.ProcessGroup) -> list[str]:
