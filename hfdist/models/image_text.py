@@ -72,6 +72,8 @@ class ImageBatch(NamedTuple):
 
     tensors: Mapping[str, torch.Tensor]
     """A batch of one row with a small image, and labels."""
+    features: frozenset[str] = frozenset()
+    """Fields of the features of images that blocks of the language model read besides hidden states."""
 
     @property
     def names(self) -> frozenset[str]:

@@ -15,7 +15,7 @@ from hfdist.config.task import Head
 from hfdist.control_group import ControlGroup
 from hfdist.models import TrainableParameters, build_model, check_weights, fit_vocabulary
 from hfdist.models.attention_choice import choose_attention
-from hfdist.models.image_text import ImageBatch, find_unreached
+from hfdist.models.image_text import find_unreached
 from hfdist.models.label_names import set_labels
 from hfdist.models.peft_config import check_adapter
 from hfdist.models.processor import list_processor_files
@@ -24,6 +24,7 @@ from hfdist.optim.registry import check_optimizer
 from hfdist.processes.startup import reporting
 from hfdist.run.data import build_data, count_max_steps
 from hfdist.run.end_of_run import finish, stop
+from hfdist.run.images import make_example
 from hfdist.run.logs import set_up_logging
 from hfdist.run.model import check_packing, find_model, save_memory, speed_up
 from hfdist.run.options import make_options, own_optimizer, own_train
@@ -108,6 +109,8 @@ class Run(RunState):
             self.architecture._attn_implementation = None
             self.why_together = choose_attention(self._here, self.architecture, device_type_here())
         fit_vocabulary(self.architecture, self.data.tokenizer, self._here.model)
+        if self.data.images is not None:
+            self._example = make_example(self._here, self.architecture, self.data.images)
         if (task := self.config.task).teacher is not None:
             length = self.config.data.sequence_length
             check_teacher(task, self.data.tokenizer, self.architecture, sequence_length=length)
@@ -157,12 +160,11 @@ class Run(RunState):
 
     def _choose_trained(self) -> TrainableParameters:
         """Give what is trained, but for what images never reach in the model."""
-        if (images := self.data.images) is None:
+        if self.data.images is None:
             return TrainableParameters.of(self.config)
-        example = images.example()
         with self.strategy.without_partitioning(self.arguments):
-            unreached = find_unreached(self.architecture, example)
-        return TrainableParameters.of(self.config, unreached=unreached, example=ImageBatch(example))
+            unreached = find_unreached(self.architecture, self._example.tensors)
+        return TrainableParameters.of(self.config, unreached=unreached, example=self._example)
 
     @reporting("building the Trainer")
     def build_trainer(self) -> None:

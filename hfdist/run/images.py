@@ -12,7 +12,7 @@ from hfdist.data import Corpus, have_images
 from hfdist.data.tokenization.image_tokens import ImageTokens
 from hfdist.errors import ConfigError
 from hfdist.models import find_architecture
-from hfdist.models.image_text import may_read_images
+from hfdist.models.image_text import ImageBatch, may_read_images
 from hfdist.models.processor import load_processor
 from hfdist.models.resolve import resolve_model
 
@@ -62,10 +62,18 @@ def find_images(
             config.data.packing.value,
         )
         config.data.packing = Packing.none
-    found = ImageTokens(load_processor(config.model, architecture, tokenizer))
-    if config.strategy.pipeline > 1:
-        _check_pipeline(architecture, found)
-    return found
+    return ImageTokens(load_processor(config.model, architecture, tokenizer))
+
+
+def make_example(config: RunConfig, architecture: PreTrainedConfig, images: ImageTokens) -> ImageBatch:
+    """Give what a forward takes of a row with an image. PartitionError: a pipeline cannot read it."""
+    example = images.example()
+    if config.strategy.pipeline == 1:
+        return ImageBatch(example)
+    # It takes time that other layouts save.
+    from hfdist.pipeline.image_check import find_features
+
+    return find_features(architecture, example)
 
 
 def images_of_past_run(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> ImageTokens | None:
@@ -78,18 +86,6 @@ def images_of_past_run(config: RunConfig, tokenizer: PreTrainedTokenizerBase) ->
     model = resolve_model(config.model, cache_dir=cache_dir(config.data)).model
     architecture = find_architecture(model, sequence_length=config.data.sequence_length)
     return ImageTokens(load_processor(model, architecture, tokenizer))
-
-
-def _check_pipeline(architecture: PreTrainedConfig, images: ImageTokens) -> None:
-    # It takes time that other layouts save.
-    from hfdist.pipeline.image_check import find_image_problem
-
-    problem = find_image_problem(architecture, images.example())
-    if problem is not None:
-        what = "later stages of a pipeline need more of the images than the first one can send"
-        found = f"{architecture.model_type}, made small: {problem}"
-        hint = "strategy=fsdp2; or data.images.used=false, which trains on text alone"
-        raise ConfigError(what, where="strategy.pipeline", found=found, allowed="pipeline=1 for this type", hint=hint)
 
 
 def _check_layout(config: RunConfig) -> None:
