@@ -56,6 +56,11 @@ def _qwen(tokenizer: PreTrainedTokenizerBase) -> Any:
     return without_video(transformers.Qwen2_5_VLProcessor)(images, tokenizer, video_processor=None)
 
 
+def _qwen3(tokenizer: PreTrainedTokenizerBase) -> Any:
+    images = Qwen2VLImageProcessorPil(patch_size=8, merge_size=2, min_pixels=16 * 16, max_pixels=32 * 48)
+    return without_video(transformers.Qwen3VLProcessor)(images, tokenizer, video_processor=None)
+
+
 def _gemma(tokenizer: PreTrainedTokenizerBase) -> Any:
     return transformers.Gemma3Processor(Gemma3ImageProcessorPil(size=_SQUARE), tokenizer, image_seq_length=4)
 
@@ -85,6 +90,16 @@ def _qwen_config(processor: Any, text: Mapping[str, Any]) -> PreTrainedConfig:
     return transformers.Qwen2_5_VLConfig(
         text_config={**text, "rope_parameters": rope, "head_dim": None}, vision_config=tower, **ids
     )
+
+
+def _qwen3_config(processor: Any, text: Mapping[str, Any]) -> PreTrainedConfig:
+    tower = {"depth": 2, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2, "out_hidden_size": 32}
+    # What its first block sees is added after the first block of the language model, too.
+    tower |= {"patch_size": 8, "deepstack_visual_indexes": [0], "num_position_embeddings": 16}
+    rope = {"rope_type": "default", "mrope_section": [2, 1, 1], "rope_theta": 10_000.0}
+    ids = {"image_token_id": processor.image_token_id, "video_token_id": processor.video_token_id}
+    ids |= {f"vision_{end}_token_id": processor.tokenizer.convert_tokens_to_ids(f"<|vision_{end}|>") for end in _ENDS}
+    return transformers.Qwen3VLConfig(text_config={**text, "rope_parameters": rope}, vision_config=tower, **ids)
 
 
 def _gemma_config(processor: Any, text: Mapping[str, Any]) -> PreTrainedConfig:
@@ -120,6 +135,7 @@ _OF_QWEN |= {"image_token": "<|image_pad|>", "video_token": "<|video_pad|>"}
 FAMILIES: Mapping[str, _Family] = {
     "llava": _Family({"image_token": "<image>"}, "<image>\n", _llava, _llava_config),
     "qwen2_5_vl": _Family(_OF_QWEN, "<|vision_start|><|image_pad|><|vision_end|>", _qwen, _qwen_config),
+    "qwen3_vl": _Family(_OF_QWEN, "<|vision_start|><|image_pad|><|vision_end|>", _qwen3, _qwen3_config),
     "gemma3": _Family(_NAMED, "<start_of_image>", _gemma, _gemma_config),
     "idefics3": _Family({}, "<image>", _idefics, _idefics_config),
     "internvl": _Family(_OF_INTERNVL, "<IMG_CONTEXT>\n", _internvl, _internvl_config),

@@ -15,6 +15,7 @@ from hfdist.config.run import RunConfig
 from hfdist.config.strategy import StrategyConfig
 from hfdist.config.train import Compile, TrainConfig
 from hfdist.errors import ConfigError, first_line
+from hfdist.models.image_text import may_read_images
 from hfdist.models.probing import run_small, small_model
 
 logger = logging.getLogger(__name__)
@@ -28,7 +29,9 @@ def find_blocks(model: PreTrainedModel) -> nn.ModuleList:
     """
     text = model.config.get_text_config()
     depths = {getattr(text, name, None) for name in ("num_hidden_layers", "num_layers", "n_layer")}
-    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module) > 0]
+    # Those of a tower that reads images may be as many.
+    writer = model.get_decoder() if may_read_images(model.config) else model
+    lists = [module for module in writer.modules() if isinstance(module, nn.ModuleList) and len(module) > 0]
     if not lists:
         raise ConfigError(
             "the model's transformer blocks cannot be found",

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection, Iterator, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -67,12 +67,33 @@ def _writers(model: PreTrainedModel) -> Iterator[nn.Module]:
             yield end
 
 
-def read_images(model: PreTrainedModel, *, unreached: Collection[str]) -> None:
+class ImageBatch(NamedTuple):
+    """What a forward takes of a row with an image."""
+
+    tensors: Mapping[str, torch.Tensor]
+    """A batch of one row with a small image, and labels."""
+    features: frozenset[str] = frozenset()
+    """Fields of the features of images that blocks of the language model read besides hidden states."""
+
+    @property
+    def names(self) -> frozenset[str]:
+        """Names of the tensors that are of images, not of tokens."""
+        tokens = self.tensors["input_ids"].shape
+        return frozenset(name for name, tensor in self.tensors.items() if tensor.shape != tokens)
+
+    @property
+    def pixels(self) -> frozenset[str]:
+        """Names of what the tower reads: a forward without it takes the row as text, with the images' places."""
+        return frozenset(name for name in self.names if self.tensors[name].is_floating_point())
+
+
+def read_images(model: PreTrainedModel, *, unreached: Collection[str], example: ImageBatch | None = None) -> None:
     """Let a model read the images of a run: freeze what nothing reaches, and mark it for `reads_images`; in place.
 
     Args:
         model: whole.
         unreached: of `find_unreached`.
+        example: what its forward takes; None in a plan.
     """
     for name, parameter in model.named_parameters():
         if from_the_end(model, name) in unreached:
@@ -82,7 +103,7 @@ def read_images(model: PreTrainedModel, *, unreached: Collection[str]) -> None:
         own = module.get_base_layer().named_parameters(recurse=False) if hasattr(module, "get_base_layer") else ()
         if any(from_the_end(model, f"{name}.{of_layer}") in unreached for of_layer, _ in own):
             module.requires_grad_(False)
-    setattr(model, _MARK, True)
+    setattr(model, _MARK, example or ImageBatch({}))
 
 
 def read_text_alone(model: PreTrainedModel) -> None:
@@ -94,7 +115,13 @@ def read_text_alone(model: PreTrainedModel) -> None:
 
 def reads_images(model: nn.Module) -> bool:
     """Whether the model is trained on images. Then all that is trained has a gradient in each step, of zeros too."""
-    return bool(getattr(model, _MARK, False))
+    return hasattr(model, _MARK)
+
+
+def image_example(model: nn.Module) -> ImageBatch | None:
+    """Give what the model's forward takes of a row with an image; None: it reads none, or it is of a plan."""
+    found: ImageBatch | None = getattr(model, _MARK, None)
+    return found if found is not None and found.tensors else None
 
 
 def from_the_end(model: nn.Module, name: str) -> str:
@@ -111,6 +138,20 @@ def from_the_end(model: nn.Module, name: str) -> str:
     return ".".join(parts)
 
 
+def small_reader(architecture: PreTrainedConfig) -> PreTrainedModel:
+    """Make a small model of a type that knows all tokens, with random weights of which none is zero, on the CPU."""
+    config = shrink(architecture, vocab_size=architecture.get_text_config().vocab_size)
+    config._attn_implementation = "eager"
+    # By its constructor: `from_config` would partition it under ZeRO-3.
+    made: Any = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)]
+    small: PreTrainedModel = made(config).float()
+    with torch.no_grad():
+        for parameter in small.parameters():
+            # Some begin as zeros, by which nothing would reach what stands before them.
+            parameter.add_(torch.randn_like(parameter) * 0.02)
+    return small
+
+
 def find_unreached(architecture: PreTrainedConfig, batch: Mapping[str, torch.Tensor]) -> frozenset[str]:
     """Run a small model of the same type on an image, and name the parameters that get no gradient: `from_the_end`.
 
@@ -125,15 +166,7 @@ def find_unreached(architecture: PreTrainedConfig, batch: Mapping[str, torch.Ten
     """
     with torch.random.fork_rng(devices=[]):
         try:
-            config = shrink(architecture, vocab_size=architecture.get_text_config().vocab_size)
-            config._attn_implementation = "eager"
-            # By its constructor: `from_config` would partition it under ZeRO-3.
-            made: Any = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)]
-            small = made(config).float()
-            with torch.no_grad():
-                for parameter in small.parameters():
-                    # Some begin as zeros, by which nothing would reach what stands before them.
-                    parameter.add_(torch.randn_like(parameter) * 0.02)
+            small = small_reader(architecture)
             small(**batch).loss.backward()
         except Exception as error:  # whatever a model raises that cannot be made small
             logger.info("images: what they never reach in the model is not known: %s", first_line(error))

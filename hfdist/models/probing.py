@@ -14,7 +14,7 @@ from hfdist.models.adapter import inject_adapter
 from hfdist.models.cache_use import without_cache
 from hfdist.models.embeddings import has_token_loss, scores_sequences
 from hfdist.models.heads import head_class
-from hfdist.models.image_text import reads_images
+from hfdist.models.image_text import image_example, read_images, reads_images
 from hfdist.models.shrink import shrink
 
 
@@ -41,7 +41,10 @@ def make_of_config(config: PreTrainedConfig, head: Head) -> PreTrainedModel:
 
 def small_model(model: PreTrainedModel) -> PreTrainedModel:
     """Make a small model of the same class, whole and on the CPU."""
-    config = shrink(model.config)
+    example = image_example(model)
+    # Tokens of a given batch keep their numbers.
+    vocabulary = {} if example is None else {"vocab_size": model.config.get_text_config().vocab_size}
+    config = shrink(model.config, **vocabulary)
     # Made on a CPU, where no other implementation needs to be at hand.
     config._attn_implementation = "eager"
     text = config.get_text_config()
@@ -49,8 +52,10 @@ def small_model(model: PreTrainedModel) -> PreTrainedModel:
         # A loss over routers depends on the batch.
         text.output_router_logits = False
     # By its constructor: `from_config` would partition it under ZeRO-3.
-    small = type(model)(copy.deepcopy(config))
-    return small.float().eval()
+    small = type(model)(copy.deepcopy(config)).float().eval()
+    if example is not None:
+        read_images(small, unreached=(), example=example)
+    return small
 
 
 def small_with_adapters(model: PreTrainedModel) -> PreTrainedModel:

@@ -18,7 +18,7 @@ from hfdist.config.model import AdapterConfig, ModelConfig
 from hfdist.config.run import RunConfig
 from hfdist.errors import ConfigError, nearest
 from hfdist.models.adapter import add_adapter
-from hfdist.models.image_text import may_read_images, names_of_parts, read_images, read_text_alone
+from hfdist.models.image_text import ImageBatch, may_read_images, names_of_parts, read_images, read_text_alone
 from hfdist.models.partitioning import Partitioning
 from hfdist.models.peft_config import reads_weights
 
@@ -40,9 +40,13 @@ class TrainableParameters:
     """Whether the model gets a head of values, which is trained besides."""
     unreached: frozenset[str] = frozenset()
     """What images never reach, of `find_unreached`."""
+    example: ImageBatch | None = None
+    """What the model's forward takes of a row with an image; None: rows have none, or this is a plan."""
 
     @classmethod
-    def of(cls, config: RunConfig, *, unreached: frozenset[str] = frozenset()) -> TrainableParameters:
+    def of(
+        cls, config: RunConfig, *, unreached: frozenset[str] = frozenset(), example: ImageBatch | None = None
+    ) -> TrainableParameters:
         """Take the keys out of a config."""
         freeze, train_only = tuple(config.train.freeze), tuple(config.train.train_only)
         return cls(
@@ -53,6 +57,7 @@ class TrainableParameters:
             reads_images=config.data.images.used,
             has_values=config.task.name.traits.has_values,
             unreached=unreached,
+            example=example,
         )
 
     @property
@@ -76,7 +81,7 @@ class TrainableParameters:
         freeze_by_name(model, freeze=self.freeze, train_only=self.train_only)
         if self.reads_images is not None and may_read_images(model.config):
             if self.reads_images:
-                read_images(model, unreached=self.unreached)
+                read_images(model, unreached=self.unreached, example=self.example)
             else:
                 read_text_alone(model)
             _check_some_left(model, self)

@@ -25,6 +25,7 @@ from hfdist.collectives import gather_json
 from hfdist.config.train import Precision
 from hfdist.errors import ConfigError
 from hfdist.models.embeddings import input_embeddings
+from hfdist.pipeline.costs import costs_by_parameters, count_of_images
 from hfdist.pipeline.split_backward import backward_inputs
 from hfdist.pipeline.stage_module import Block, BlockPlace, copy_structure, preserve_state
 
@@ -61,7 +62,7 @@ class BlockTimes(NamedTuple):
 
     blocks: tuple[PartTime, ...]
     prologue: PartTime
-    """The embedding."""
+    """The embedding, and what reads images in a run whose rows have some."""
     epilogue: PartTime
     """The head and the loss."""
 
@@ -115,7 +116,10 @@ def time_blocks(
     with preserve_state(model):
         prologue = PartTime() if embedding is None else timer.time(embedding, lambda: None, lambda there, _: there(ids))
         epilogue = PartTime() if head is None else timer.time(head, lambda: hidden, loss)
-    return BlockTimes(tuple(timer.times), prologue, epilogue)
+    # Its images are not here yet: it counts as blocks of as many parameters would.
+    share = count_of_images(model) / sum(costs_by_parameters(model, blocks).blocks)
+    of_images = PartTime(*(share * leg for leg in _total(timer.times)))
+    return BlockTimes(tuple(timer.times), _total([prologue, of_images]), epilogue)
 
 
 def time_blocks_of_run(

@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from hfdist.models.embeddings import input_embeddings
 from hfdist.models.experts import first_number, num_active
 from hfdist.models.flops import HIDDEN_SIZES, attention_width
+from hfdist.models.image_text import PROJECTOR, TOWER, names_of_parts, reads_images
 from hfdist.pipeline.stage_module import Block
 
 
@@ -20,7 +21,7 @@ class Costs:
 
     blocks: tuple[float, ...]
     prologue: float
-    """What runs before the first block: the embedding."""
+    """What runs before the first block: the embedding, and what reads images in a run whose rows have some."""
     epilogue: float
     """What runs after the last block: final norm, head and loss."""
 
@@ -34,7 +35,7 @@ def costs_by_parameters(model: PreTrainedModel, blocks: Sequence[Block]) -> Cost
     """Parameters, for equal memory. A tied head counts where it runs, as its rank holds a copy."""
     return Costs(
         blocks=tuple(float(sum(p.numel() for p in parameters_of(block).values())) for block in blocks),
-        prologue=float(_numel(input_embeddings(model))),
+        prologue=float(_numel(input_embeddings(model)) + count_of_images(model)),
         epilogue=float(_numel(model.get_output_embeddings())),
     )
 
@@ -44,7 +45,7 @@ def costs_by_flops(model: PreTrainedModel, blocks: Sequence[Block], sequence_len
 
     Attention adds 12 * heads * head size * tokens to a block that has it, experts count as often as a token chooses
     one, a lookup in the embedding counts nothing, and the head, which dominates small models with large
-    vocabularies, counts in full together with its softmax.
+    vocabularies, counts in full together with its softmax. What reads images counts as if each token were a patch.
     """
     text = model.config.get_text_config()
     # A config may give no number of heads, or none for all blocks.
@@ -55,9 +56,17 @@ def costs_by_flops(model: PreTrainedModel, blocks: Sequence[Block], sequence_len
             6.0 * num_active(parameters_of(block).items(), text) + (attention if _has_attention(block) else 0.0)
             for block in blocks
         ),
-        prologue=0.0,
+        prologue=6.0 * count_of_images(model),
         epilogue=6.0 * head + 10.0 * text.vocab_size,
     )
+
+
+def count_of_images(model: PreTrainedModel) -> int:
+    """Count the parameters of tower and projector; 0 in a run without images, which never runs them."""
+    if not reads_images(model):
+        return 0
+    parts = names_of_parts(model)
+    return sum(model.get_parameter(name).numel() for name in (*parts[TOWER], *parts[PROJECTOR]))
 
 
 def parameters_of(block: Block) -> dict[str, nn.Parameter]:

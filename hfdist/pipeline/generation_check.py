@@ -10,9 +10,8 @@ from collections.abc import Callable
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
-from hfdist.models.blocks import find_block_parts
 from hfdist.models.cache_check import find_cache_problem
-from hfdist.pipeline.split import split_at_blocks
+from hfdist.pipeline.split import run_in_turn, stages_of_one_block
 from hfdist.pipeline.stage_io import CARRIES
 from hfdist.pipeline.whole_model import make_whole
 
@@ -23,14 +22,9 @@ def find_generation_problem(model: PreTrainedModel) -> str | None:
 
 
 def _in_stages(small: PreTrainedModel) -> PreTrainedModel:
-    blocks = find_block_parts(small)
-    split = split_at_blocks(small, blocks, tuple(range(i, i + 1) for i in range(len(blocks))), range(len(blocks)))
-    stages = [split.stage_module(stage, CARRIES[0]) for stage in split.mine]
+    stages = stages_of_one_block(small, CARRIES[0])
 
     def run(call: Callable[[PreTrainedModel], CausalLMOutputWithPast]) -> list[CausalLMOutputWithPast]:
-        value = stages[0].run(call, None)
-        for stage in stages[1:]:
-            value = stage.run(call, value)
-        return [value]
+        return [run_in_turn(stages, call)]
 
     return make_whole(stages, run, broadcast=lambda tokens: tokens)

@@ -19,6 +19,7 @@ from transformers import PreTrainedModel
 from hfdist.collectives import device_of, gather_json, is_planned
 from hfdist.errors import PartitionError
 from hfdist.models.embeddings import has_token_loss, input_embeddings
+from hfdist.models.image_text import PROJECTOR, TOWER, image_example, names_of_parts, reads_images
 from hfdist.models.probing import kind_of_name, unused_parameters
 from hfdist.pipeline.planned import PlannedChannel, PlannedPipeline
 from hfdist.pipeline.probe import ProbeResult, probe
@@ -71,11 +72,7 @@ def infer_stage_io(
             shape=(_PROBE_SEQUENCES, _PROBE_TOKENS),
         )
     )
-    # The same tokens on all ranks.
-    vocab_size = split.model.config.get_text_config().vocab_size
-    generator = torch.Generator().manual_seed(0)
-    tokens = torch.randint(vocab_size, (_PROBE_SEQUENCES, _PROBE_TOKENS), generator=generator).to(channel.device)
-    batch = {"input_ids": tokens, **({"labels": tokens.clone()} if has_token_loss(split.model) else {})}
+    batch = _probe_batch(split.model, channel.device)
     with _portable_attention(split.model):
         carry, found = _find_carry(split, batch, channel, group)
         problem = _keep_only(split, found, lambda: probe(split, carry, batch, channel), group)
@@ -85,6 +82,16 @@ def infer_stage_io(
     return StageIO(carry, *_group_holders(holders, topology))
 
 
+def _probe_batch(model: PreTrainedModel, device: torch.device) -> dict[str, torch.Tensor]:
+    """Give a few tokens, the same on all ranks; of a model that reads images a row with one."""
+    if (example := image_example(model)) is not None:
+        return {name: tensor.to(device) for name, tensor in example.tensors.items()}
+    vocab_size = model.config.get_text_config().vocab_size
+    generator = torch.Generator().manual_seed(0)
+    tokens = torch.randint(vocab_size, (_PROBE_SEQUENCES, _PROBE_TOKENS), generator=generator).to(device)
+    return {"input_ids": tokens, **({"labels": tokens.clone()} if has_token_loss(model) else {})}
+
+
 def _keep_only(
     split: SplitModel, found: ProbeResult, try_again: Callable[[], ProbeResult], group: dist.ProcessGroup
 ) -> str | None:
@@ -92,7 +99,7 @@ def _keep_only(
 
     What no rank of the pipeline needs stays on one. Returns the problem that is left, if any.
     """
-    needed = found.needed
+    needed = found.needed | _readers_of_images(split)
     unneeded = {name: p.detach() for name, p in split.surrounding().items() if name not in needed}
     split.remove(unneeded)
     problem = _first_problem(_difference(found, try_again()))
@@ -105,6 +112,14 @@ def _keep_only(
     for name in _share_unused(split, unneeded, group):
         split.restore(name, unneeded[name])
     return problem
+
+
+def _readers_of_images(split: SplitModel) -> set[str]:
+    """Name what the first stage reads images by. A plan tries tokens alone, which do not show it."""
+    if not (split.has_first and reads_images(split.model)):
+        return set()
+    parts = names_of_parts(split.model)
+    return {*parts[TOWER], *parts[PROJECTOR]} & split.surrounding().keys()
 
 
 def _share_unused(split: SplitModel, unneeded: dict[str, torch.Tensor], group: dist.ProcessGroup) -> list[str]:

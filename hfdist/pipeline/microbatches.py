@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from hfdist.config.batch import IGNORED
+from hfdist.data.stream.row_images import counted_names, counts_of, without_counts
 from hfdist.errors import ConfigError
 from hfdist.models.routers import COUNTED
 
@@ -22,7 +23,8 @@ def split_batch(batch: dict[str, Any], num_microbatches: int) -> list[dict[str, 
 
     Args:
         batch: tensors whose first dimension is the sequences; numbers, and tensors whose first dimension is 1 so that
-            they stand for all sequences, go to every micro batch.
+            they stand for all sequences, go to every micro batch. Tensors of images go with their rows: see
+            `count_by_row`.
         num_microbatches: number of micro batches of a step.
 
     Raises:
@@ -31,8 +33,11 @@ def split_batch(batch: dict[str, Any], num_microbatches: int) -> list[dict[str, 
     num_rows = len(batch["input_ids"])
     size = -(-num_rows // num_microbatches)
     missing = size * num_microbatches - num_rows
+    of_images = counted_names(batch)
     parts: dict[str, list[object]] = {}
     for name, value in batch.items():
+        if name in of_images:
+            continue
         if not isinstance(value, torch.Tensor) or value.ndim == 0 or len(value) == 1 < num_rows:
             parts[name] = [value] * num_microbatches
             continue
@@ -41,7 +46,20 @@ def split_batch(batch: dict[str, Any], num_microbatches: int) -> list[dict[str, 
         if name in _NEVER_FILLED:
             filler = torch.full_like(filler, _NEVER_FILLED[name])
         parts[name] = list(torch.cat([value, filler]).split(size)) if missing else list(value.split(size))
-    return [{name: values[index] for name, values in parts.items()} for index in range(num_microbatches)]
+    found = [{name: values[index] for name, values in parts.items()} for index in range(num_microbatches)]
+    for name in of_images:
+        _split_images(name, batch, missing, found)
+    return [dict(without_counts(part)) for part in found]
+
+
+def _split_images(name: str, batch: dict[str, Any], missing: int, parts: list[dict[str, Any]]) -> None:
+    """Put into each part what its rows have of a tensor of images; nothing where they have none."""
+    of_first = batch[name][: int(counts_of(batch, name)[0])]
+    values = torch.cat([batch[name], *[of_first] * missing]) if missing else batch[name]
+    counts = [int(counts_of(part, name).sum()) for part in parts]
+    for part, value in zip(parts, values.split(counts), strict=True):
+        if len(value):
+            part[name] = value
 
 
 def _check_has_rows(name: str, value: torch.Tensor, num_rows: int) -> None:

@@ -10,6 +10,7 @@ import torch.distributed as dist
 from transformers import PreTrainedModel
 
 from hfdist.config.strategy import Schedule
+from hfdist.models.image_text import ImageBatch, image_example
 from hfdist.pipeline.instructions import FORWARDS, list_instructions, receive_early
 from hfdist.pipeline.runtime import Runtime
 from hfdist.pipeline.stage import Batch, Microbatch, Stage, Step, Value, call_on
@@ -17,6 +18,9 @@ from hfdist.pipeline.stage_io import Header, P2PChannel, unpack
 from hfdist.pipeline.stage_module import StageModule, preserve_state
 from hfdist.pipeline.timeline import Recorder
 from hfdist.pipeline.whole_model import make_whole
+
+_SIZES_DIMENSIONS = 2
+"""The most axes of a tensor that has sizes of images."""
 
 
 class Pipeline:
@@ -41,6 +45,7 @@ class Pipeline:
         self._channel = channel
         self._recorder = recorder
         self._splits_backward = splits_backward
+        self._images = image_example(next(iter(self.modules.values())).model)
         self._headers: dict[tuple[str, ...], dict[int, Header]] = {}
         own = list_instructions(schedule, channel.rank_of_stage, num_microbatches)[dist.get_rank(channel.group)]
         # Two computations earlier make a step 1 to 3 % shorter, and more of them gain nothing (benchmarks/pipeline.py).
@@ -108,7 +113,7 @@ class Pipeline:
 
         All ranks see the same batch, so they agree. A shape that is new costs a forward of one micro batch.
         """
-        signatures = list(map(_signature, microbatches))
+        signatures = [_signature(microbatch, self._images) for microbatch in microbatches]
         for place in self._new_places(signatures):
             # A header says through what gradients flow.
             with preserve_state(next(iter(self.modules.values())).model), torch.enable_grad():
@@ -152,9 +157,23 @@ class Pipeline:
         return values, headers
 
 
-def _signature(microbatch: Microbatch) -> tuple[str, ...]:
+def _signature(microbatch: Microbatch, images: ImageBatch | None) -> tuple[str, ...]:
+    """Say of what shapes a micro batch is, as far as these decide what travels.
+
+    Whether it has images decides through what gradients flow; their sizes decide shapes of features alone.
+    """
+    of_images = frozenset() if images is None else images.names
+    has_features = images is not None and bool(images.features)
+    parts = []
     with microbatch as batch:
-        return tuple(f"{name} {_describe(batch[name])}" for name in sorted(batch))
+        for name in sorted(batch):
+            value = batch[name]
+            described = _describe(value) if name not in of_images or has_features else ""
+            if name in of_images and described and not value.is_floating_point():
+                # Sizes of images in numbers; of masks how much they show.
+                described += str(value.tolist() if value.ndim <= _SIZES_DIMENSIONS else int(value.count_nonzero()))
+            parts.append(f"{name} {described}")
+    return tuple(parts)
 
 
 def _describe(value: object) -> str:

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from hfdist.models.blocks import find_block_parts
 from hfdist.models.embeddings import input_embeddings
 from hfdist.pipeline.stage_io import Carry
 from hfdist.pipeline.stage_module import Block, StageModule, modules_of, set_parameter
@@ -125,6 +127,21 @@ def split_at_blocks(
     if head is not None and not is_tied and not split.has_last:
         split.remove([head])
     return split
+
+
+def stages_of_one_block(model: PreTrainedModel, carry: Carry) -> list[StageModule]:
+    """Make each block of a model that stays whole a stage by itself, all on this rank."""
+    blocks = find_block_parts(model)
+    split = split_at_blocks(model, blocks, tuple(range(i, i + 1) for i in range(len(blocks))), range(len(blocks)))
+    return [split.stage_module(stage, carry) for stage in split.mine]
+
+
+def run_in_turn(stages: Sequence[StageModule], call: Callable[[PreTrainedModel], Any]) -> Any:
+    """Run one forward through stages of this rank, in one graph; give the value of `call` on the last one."""
+    value = None
+    for stage in stages:
+        value = stage.run(call, value)
+    return value
 
 
 def _weight_name(model: PreTrainedModel, module: nn.Module | None) -> str | None:

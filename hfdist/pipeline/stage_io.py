@@ -14,6 +14,7 @@ import torch.distributed as dist
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten, treespec_dumps, treespec_loads
 
 from hfdist.collectives import device_of
+from hfdist.pipeline.image_features import Features
 from hfdist.pipeline.sends import Sends
 
 
@@ -66,6 +67,13 @@ class Activations:
     """What a module of a block returned, in its own structure, by place: `"block.part"`."""
     entries: dict[str, dict[str | int, object]] = field(default_factory=dict)
     """What blocks wrote into their dict and list arguments, by name of the argument and by key."""
+    features: Features = field(default_factory=dict)
+    """What the first stage has seen in images, where blocks of later stages read it."""
+
+    @property
+    def parts(self) -> tuple[object, ...]:
+        """All that travels, in the order in which it does."""
+        return self.outputs, self.entries, self.features
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -94,8 +102,7 @@ class Header:
         """Put received tensors in their places."""
         rest = iter(tensors)
         leaves = [next(rest) if isinstance(leaf, TensorMeta) else leaf for leaf in self.leaves]
-        outputs, entries = tree_unflatten(leaves, self.spec)
-        return Activations(outputs, entries)
+        return Activations(*tree_unflatten(leaves, self.spec))
 
     def to_json(self) -> str:
         """Give the description as text that another process can read."""
@@ -110,13 +117,13 @@ class Header:
 
 def tensors_of(activations: Activations) -> tuple[torch.Tensor, ...]:
     """Give the tensors, in the order in which they travel."""
-    values = tree_leaves((activations.outputs, activations.entries))
+    values = tree_leaves(activations.parts)
     return tuple(value for value in values if isinstance(value, torch.Tensor))
 
 
 def unpack(activations: Activations) -> tuple[Header, tuple[torch.Tensor, ...]]:
     """Take activations apart for sending."""
-    values, spec = tree_flatten((activations.outputs, activations.entries))
+    values, spec = tree_flatten(activations.parts)
     leaves = tuple(
         TensorMeta(shape=tuple(value.shape), dtype=value.dtype, requires_grad=value.requires_grad)
         if isinstance(value, torch.Tensor)

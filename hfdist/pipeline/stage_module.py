@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import copy
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from itertools import chain
@@ -29,6 +29,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from hfdist.errors import PartitionError
 from hfdist.kept_generators import keeping_generators
+from hfdist.models.image_text import ImageBatch, image_example
+from hfdist.pipeline.image_features import Features, give_features, keep_features
 from hfdist.pipeline.stage_io import Absent, Activations, Carry, Outputs
 
 Standing = TypeVar("Standing", bound=nn.Module)
@@ -75,6 +77,8 @@ class StageModule(nn.Module):
         self._num_parts = len(blocks[0])
         self._stage_forward: StageForward | None = None
         self.model = copy_structure(model, blocks, self._call)
+        if (example := image_example(model)) is not None:
+            self._divide_images(example)
         own = {id(p) for index in stage for part in blocks[index] for p in part.parameters()}
         elsewhere = {id(p) for block in blocks for part in block for p in part.parameters()}
         self._own = tuple(p for p in model.parameters() if id(p) in own or id(p) not in elsewhere)
@@ -112,6 +116,27 @@ class StageModule(nn.Module):
             return value
         raise PartitionError("the model ends before it has called all its blocks", found=f"blocks up to {self.stage}")
 
+    def _divide_images(self, example: ImageBatch) -> None:
+        """Let the first stage alone read images."""
+        if self.is_first and example.features:
+            keep_features(self.model, partial(self._keep_features, example.features))
+        elif example.features:
+            give_features(self.model, self._give_features)
+        elif not self.is_first:
+            for module in {self.model, self.model.base_model}:
+                module.register_forward_pre_hook(partial(_leave_out, example.pixels), with_kwargs=True)
+
+    def _keep_features(self, names: Collection[str], features: Features) -> None:
+        assert self._stage_forward is not None
+        # Of the others a later stage needs to know the shapes.
+        self._stage_forward.features = {
+            name: _keep_first(value, None if name in names else 0) for name, value in features.items()
+        }
+
+    def _give_features(self) -> Features:
+        assert self._stage_forward is not None
+        return self._stage_forward.received_features(self._own[0].device)
+
     def _call(self, place: BlockPlace, block: nn.Module, *args: object, **kwargs: object) -> object:
         if self._stage_forward is None:
             # Gradient checkpointing runs the block again during backward.
@@ -138,6 +163,13 @@ def copy_structure(model: PreTrainedModel, blocks: Sequence[Block], call: Callab
         if hook is refuse_call:
             del copied._forward_pre_hooks[number]
     return copied
+
+
+def _leave_out(
+    names: Collection[str], model: nn.Module, args: tuple[object, ...], kwargs: dict[str, object]
+) -> tuple[tuple[object, ...], dict[str, object]]:
+    """Hook of a later stage: the first one has read the images, and what it sends has their features."""
+    return args, {name: value for name, value in kwargs.items() if name not in names}
 
 
 def refuse_call(model: nn.Module, inputs: object) -> None:
@@ -197,6 +229,8 @@ class StageForward:
         self._versions: dict[str, list[int]] = {}
         self._entries: dict[str, dict[str | int, object]] = {}
         self._entries_are_delivered = False
+        self.features = self._incoming.features
+        """What this stage or one before has seen in images, if that travels."""
 
     def call(
         self, place: BlockPlace, block: Callable[..., object], args: tuple[object, ...], kwargs: Mapping[str, object]
@@ -241,7 +275,11 @@ class StageForward:
         if self._carry.outputs is Outputs.history or not outputs:
             # If the model skips all blocks of this stage, the stage sends what it received.
             outputs = self._incoming.outputs | outputs
-        return Activations(outputs, entries)
+        return Activations(outputs, entries, self.features)
+
+    def received_features(self, device: torch.device) -> Features:
+        """Give copies of the features that were received, and NaN in place of those that were not sent."""
+        return {name: _replace(lambda leaf: _received(leaf, device), value) for name, value in self.features.items()}
 
     def _earlier(self, place: BlockPlace, args: tuple[object, ...], kwargs: Mapping[str, object]) -> object:
         hidden = next(chain.from_iterable(map(_tensors, (*args, *kwargs.values()))))
@@ -249,8 +287,7 @@ class StageForward:
         sent = self._incoming.outputs.get(str(place))
         if sent is not None:
             self._deliver_entries(args, kwargs)
-            # A copy: some models write into what a block returned, but a leaf of the graph must not change.
-            return _replace(lambda leaf: leaf.poison(device) if isinstance(leaf, Absent) else leaf.clone(), sent)
+            return _replace(lambda leaf: _received(leaf, device), sent)
         alike = (value for at, value in self._incoming.outputs.items() if at.endswith(f".{place.part}"))
         return _replace(lambda leaf: _poisoned(leaf, device), next(alike, hidden))
 
@@ -316,6 +353,11 @@ def _replace(function: Callable[[torch.Tensor | Absent], object], value: object)
     if isinstance(value, (torch.Tensor, Absent)):
         return function(value)
     return tree_map_only((torch.Tensor, Absent), function, value)
+
+
+def _received(leaf: torch.Tensor | Absent, device: torch.device) -> torch.Tensor:
+    # A copy: some models write into what a block returned, but a leaf of the graph must not change.
+    return leaf.poison(device) if isinstance(leaf, Absent) else leaf.clone()
 
 
 def _poisoned(leaf: torch.Tensor | Absent, device: torch.device) -> torch.Tensor:

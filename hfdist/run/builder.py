@@ -24,6 +24,7 @@ from hfdist.optim.registry import check_optimizer
 from hfdist.processes.startup import reporting
 from hfdist.run.data import build_data, count_max_steps
 from hfdist.run.end_of_run import finish, stop
+from hfdist.run.images import make_example
 from hfdist.run.logs import set_up_logging
 from hfdist.run.model import check_packing, find_model, save_memory, speed_up
 from hfdist.run.options import make_options, own_optimizer, own_train
@@ -103,10 +104,13 @@ class Run(RunState):
         check_special_tokens(self.config, self.data.tokenizer)
         if self.data.images is not None:
             self.data.stream.needs_image = self.strategy.calls_alike and self.topology.data > 1
+            self.data.stream.tells_images_by_row = self.topology.pipeline > 1
             # Rows stay apart, so no attention is told of packed ones.
             self.architecture._attn_implementation = None
             self.why_together = choose_attention(self._here, self.architecture, device_type_here())
         fit_vocabulary(self.architecture, self.data.tokenizer, self._here.model)
+        if self.data.images is not None:
+            self._example = make_example(self._here, self.architecture, self.data.images)
         if (task := self.config.task).teacher is not None:
             length = self.config.data.sequence_length
             check_teacher(task, self.data.tokenizer, self.architecture, sequence_length=length)
@@ -150,16 +154,17 @@ class Run(RunState):
             self.architecture,
             seed=self.config.train.seed,
             layout=self.strategy,
-            trained=TrainableParameters.of(self.config, unreached=self._find_unreached()),
+            trained=self._choose_trained(),
             head=self._head,
         )
 
-    def _find_unreached(self) -> frozenset[str]:
-        """Name what images never reach in the model."""
-        if (images := self.data.images) is None:
-            return frozenset()
+    def _choose_trained(self) -> TrainableParameters:
+        """Give what is trained, but for what images never reach in the model."""
+        if self.data.images is None:
+            return TrainableParameters.of(self.config)
         with self.strategy.without_partitioning(self.arguments):
-            return find_unreached(self.architecture, images.example())
+            unreached = find_unreached(self.architecture, self._example.tensors)
+        return TrainableParameters.of(self.config, unreached=unreached, example=self._example)
 
     @reporting("building the Trainer")
     def build_trainer(self) -> None:

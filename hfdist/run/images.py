@@ -12,15 +12,15 @@ from hfdist.data import Corpus, have_images
 from hfdist.data.tokenization.image_tokens import ImageTokens
 from hfdist.errors import ConfigError
 from hfdist.models import find_architecture
-from hfdist.models.image_text import may_read_images
+from hfdist.models.image_text import ImageBatch, may_read_images
 from hfdist.models.processor import load_processor
 from hfdist.models.resolve import resolve_model
 
 logger = logging.getLogger(__name__)
 
 _KEY = "data.images.used"
-_AXES = ("tensor", "pipeline", "context", "expert")
-"""Degrees of `strategy.*` above 1 that divide a model or its sequences, which no tower is divided for yet."""
+_AXES = ("context", "expert")
+"""Degrees of `strategy.*` above 1 that share sequences or experts, which is not tried with images yet."""
 
 
 def check_images(config: RunConfig, architecture: PreTrainedConfig) -> None:
@@ -65,6 +65,17 @@ def find_images(
     return ImageTokens(load_processor(config.model, architecture, tokenizer))
 
 
+def make_example(config: RunConfig, architecture: PreTrainedConfig, images: ImageTokens) -> ImageBatch:
+    """Give what a forward takes of a row with an image. PartitionError: a pipeline cannot read it."""
+    example = images.example()
+    if config.strategy.pipeline == 1:
+        return ImageBatch(example)
+    # It takes time that other layouts save.
+    from hfdist.pipeline.image_check import find_features
+
+    return find_features(architecture, example)
+
+
 def images_of_past_run(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> ImageTokens | None:
     """Give what images of rows became in a run whose config was written down; None: its rows had none.
 
@@ -82,9 +93,9 @@ def _check_layout(config: RunConfig) -> None:
     divided = [f"strategy.{name}={degree}" for name in _AXES if (degree := getattr(strategy, name, 1)) > 1]
     if divided:
         raise ConfigError(
-            "this layout divides the model or its sequences, and not yet a tower that reads images",
+            "this layout shares sequences or experts over ranks, which is not tried on rows with images yet",
             where=", ".join(one.partition("=")[0] for one in divided),
             found=", ".join(divided),
-            allowed="ddp, zero1, zero2, zero3, fsdp2, with or without strategy.replicate",
+            allowed="ddp, ZeRO, FSDP2, strategy.pipeline, strategy.tensor",
             hint="strategy=fsdp2; or data.images.used=false, which trains on text alone",
         )

@@ -2,7 +2,7 @@
 
 Some micro batches are accumulated, whole and in the layout; the losses and every gradient must agree. The first has
 tokens alone, so that what the model makes by itself is compared, too; the others also have positions of packed
-documents, a mask, or types of tokens.
+documents, a mask, types of tokens, or an image where the run has some.
 Plans that come with transformers, and models that mix tokens elsewhere than in attention, are wrong without a word.
 """
 
@@ -25,6 +25,7 @@ from hfdist.collectives import is_planned
 from hfdist.config.batch import IGNORED
 from hfdist.errors import first_line
 from hfdist.models.embeddings import has_token_loss, scores_sequences
+from hfdist.models.image_text import image_example
 from hfdist.models.positions import padding_id
 from hfdist.models.probing import keeps_documents_apart, probe_loss
 
@@ -32,7 +33,7 @@ LOSS_BOUND, GRADIENT_BOUND = 1e-5, 1e-4
 """Largest relative differences. Sums of other orders make up to 4e-5 in a gradient of recurrent types, which in float64
 differ by 1e-15; plans that are wrong make 1e-2 and more."""
 
-POSITIONS, MASK, TYPES = "position_ids", "attention_mask", "token_type_ids"
+POSITIONS, MASK, TYPES, IMAGE = "position_ids", "attention_mask", "token_type_ids", "an image"
 """What a model may be given besides tokens."""
 
 _NUM_TOKENS = 31
@@ -130,6 +131,7 @@ def _compare_small(
                 # Else ones and zeros, as of norms and biases, would hide what is wrong.
                 parameter.add_(0.02 * torch.randn(parameter.shape))
     given = [None, *(name for name in inputs if _takes(small, name, num_tokens))]
+    given += [] if image_example(small) is None else [IMAGE]
     nn.Module.to(small, device)
     distributed = copy.deepcopy(small)
     batches = [
@@ -172,8 +174,10 @@ def _takes(model: PreTrainedModel, name: str, num_tokens: int) -> bool:
 def _make_batch(model: PreTrainedModel, num_tokens: int, given: str | None, *, seed: int) -> Batch:
     """Two sequences, of which not all tokens are targets, with one input besides, if any is to be given.
 
-    With `POSITIONS` each is three documents.
+    With `POSITIONS` each is three documents. With `IMAGE` it is one sequence, that of the run's example.
     """
+    if given == IMAGE and (example := image_example(model)) is not None:
+        return {name: tensor.to(model.device) for name, tensor in example.tensors.items()}
     generator = torch.Generator().manual_seed(seed)
     vocab_size = model.config.get_text_config(decoder=True).vocab_size
     ids = torch.randint(min(vocab_size, 100), (2, num_tokens), generator=generator)

@@ -70,12 +70,26 @@ def check_equal(run, reference):
         ("llava", "zero3", 2),
         ("gemma3", "ddp", 2),
         ("qwen2_5_vl", "fsdp2", 2),
+        # The first stage has the tower; steps have micro batches with and without images.
+        ("llava", "pipeline", 2),
+        ("gemma3", "tensor", 2),
         many("llava", "single train.micro_batch_size=4", 1),
         *(
             many(family, layout, 2)
             for family in FAMILIES
             for layout in ("ddp", "zero1", "zero2", "zero3", "fsdp2", "zero3 train.micro_batch_size=2")
         ),
+        *(
+            many(family, layout, 2)
+            for family in FAMILIES
+            for layout in ("pipeline", "pipeline strategy.schedule=gpipe train.micro_batch_size=2", "tensor")
+        ),
+        many("gemma3", "pipeline strategy.pipeline=2", 4),
+        many("qwen2_5_vl", "pipeline strategy.sharding=fsdp2", 4),
+        many("llava", "pipeline_zero1", 4),
+        many("internvl", "tensor strategy.pipeline=2", 4),
+        many("idefics3", "hsdp", 4),
+        many("llava", "pipeline adapter=lora", 2),
         many("llava", "zero3 adapter=lora", 2),
         many("llava", "zero3", 4),
     ],
@@ -129,11 +143,19 @@ def test_parts_are_frozen_by_their_names(models, rows, tmp_path, cache_dir):
         assert torch.equal(value, before[name]) == ("vision" in name) or name.endswith("k_proj.bias"), name
 
 
-def test_a_layout_that_divides_the_model_is_refused_before_weights(models, rows, tmp_path, cache_dir, monkeypatch):
+@pytest.mark.many
+def test_a_pipeline_goes_on_where_one_process_stopped(single, models, rows, tmp_path):
+    shared = ("checkpoint=default", "checkpoint.every=2")
+    finetune(tmp_path, models("llava"), rows, 2, "strategy=pipeline", *shared, "train.max_steps=2")
+    run = finetune(tmp_path, models("llava"), rows, 1, *shared)
+    check_equal(run, single("llava"))
+
+
+def test_a_layout_that_shares_sequences_is_refused_before_weights(models, rows, tmp_path, cache_dir, monkeypatch):
     for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
-    run = prepare_run(make_config(tmp_path, models("llava"), rows, "strategy=pipeline"))
+    run = prepare_run(make_config(tmp_path, models("llava"), rows, "strategy=long_context"))
     run.find_model()
-    with pytest.raises(ConfigError, match="tower") as caught:
+    with pytest.raises(ConfigError, match="not tried on rows with images") as caught:
         run.open_data()
-    assert caught.value.where == "strategy.pipeline"
+    assert caught.value.where == "strategy.context"

@@ -52,6 +52,7 @@ from hfdist.data.packing.sequence import (
 from hfdist.data.packing.windows import RULE
 from hfdist.data.stream.lane import LanePlan, Packed, SequencesInTurn, open_lanes, open_turns
 from hfdist.data.stream.ledger import Ledger
+from hfdist.data.stream.row_images import count_by_row
 from hfdist.data.stream.worker_deaths import WorkerRegistry
 from hfdist.data.stream.worker_process import forward_to_rank, keep_arrays
 from hfdist.data.tokenization.encoders import Encoders, check_token_sources
@@ -108,6 +109,8 @@ class TokenStream(IterableDataset[dict[str, torch.Tensor]]):
         """What images of rows become, by `read_images`; None: rows have none."""
         self.needs_image = False
         """Whether each batch must have an image: see `stack_rows`."""
+        self.tells_images_by_row = False
+        """Whether a batch says how many of its images each row has, by which it is cut: see `count_by_row`."""
         self.decodes = True
         """Whether sequences come with the tensors of their images; who counts needs none."""
         self.ledger: Ledger | None = None
@@ -471,7 +474,8 @@ class TokenStream(IterableDataset[dict[str, torch.Tensor]]):
     def stack_rows(self, rows: list[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
         """Collate rows of a run with images, as of its held-out set."""
         assert self.images is not None
-        return stack_rows(rows, self.plan.shape.fill_id, self.images, needs_image=self.needs_image)
+        batch = stack_rows(rows, self.plan.shape.fill_id, self.images, needs_image=self.needs_image)
+        return batch | (count_by_row(rows, batch, self.images.text_names) if self.tells_images_by_row else {})
 
     def _note(self, lane: int, pool: int, sequence: Sequence) -> None:
         (digest, pools, number), records = self._states[lane], sequence.records

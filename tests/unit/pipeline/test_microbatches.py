@@ -65,3 +65,26 @@ def test_cutting_whole_batches_copies_nothing():
     batch = rows(8)
     for index, part in enumerate(split_batch(batch, 4)):
         assert part["input_ids"].data_ptr() == batch["input_ids"][2 * index].data_ptr()
+
+
+def test_images_go_with_their_rows():
+    patches = torch.arange(7)[:, None].expand(7, 2)
+    sizes = torch.arange(3)[:, None]
+    counts = {
+        "hfdist_rows_of.patches": torch.tensor([3, 0, 0, 4, 0]),
+        "hfdist_rows_of.sizes": torch.tensor([2, 0, 0, 1, 0]),
+    }
+    first, second, last = split_batch(rows(5) | {"patches": patches, "sizes": sizes} | counts, 3)
+    assert torch.equal(first["patches"], patches[:3])
+    assert torch.equal(first["sizes"], sizes[:2])
+    assert torch.equal(second["patches"], patches[3:])
+    # The row that fills up is the first one, with its images; and a forward knows no counts.
+    assert torch.equal(last["patches"], patches[:3])
+    assert first.keys() == rows(1).keys() | {"patches", "sizes"}
+
+
+def test_a_micro_batch_without_images_has_nothing_of_them():
+    counts = {"hfdist_rows_of.patches": torch.tensor([0, 0, 2, 1])}
+    text, images = split_batch(rows(4) | {"patches": torch.rand(3, 2)} | counts, 2)
+    assert text.keys() == rows(1).keys()
+    assert len(images["patches"]) == 3

@@ -1,0 +1,99 @@
+"""Before a pipeline reads images: which features must travel so that stages train as the whole model?
+
+Tried on a small model of the type, each of whose blocks is a stage. Most types need none: the first stage puts features
+into the states, and later stages make positions and masks from tokens and from the sizes of images. Some also add
+features to the states after their first blocks, which NaN cannot tell, as nothing is missed there.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping
+
+import torch
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from hfdist.errors import PartitionError, first_line
+from hfdist.models.image_text import ImageBatch, read_images, small_reader
+from hfdist.pipeline.image_features import keep_features
+from hfdist.pipeline.split import run_in_turn, stages_of_one_block
+from hfdist.pipeline.stage_io import CARRIES, Carry
+
+_BOUND = 1e-4
+"""Largest relative difference of the loss and of a gradient."""
+_NOTHING = 1e-3
+"""A gradient whose norm is below this share of the largest may be nothing but rounding, as that of a key's bias."""
+
+_Gradients = dict[str, torch.Tensor]
+
+
+def find_features(architecture: PreTrainedConfig, batch: Mapping[str, torch.Tensor]) -> ImageBatch:
+    """Give the batch with the fields of features that must travel in a pipeline. Needs no process group.
+
+    Args:
+        architecture: of the model.
+        batch: what a forward takes, of a row with an image, and labels.
+
+    Raises:
+        PartitionError: a type that cannot be split where rows have images, or cannot be tried.
+    """
+    problems = []
+    with torch.random.fork_rng(devices=[]):
+        try:
+            small = small_reader(architecture)
+            whole = _run(small, small(**batch).loss)
+            for example in _candidates(small, batch):
+                read_images(small, unreached=(), example=example)
+                for carry in CARRIES:
+                    problem = _try(small, batch, carry, whole)
+                    if problem is None:
+                        return example
+                    problems.append(problem)
+        except Exception as error:  # whatever a model raises that cannot be made small
+            problems = [f"it cannot be tried: {first_line(error)}"]
+    raise PartitionError(
+        "the stages of a pipeline do not train this type of model on images as one process does",
+        where="strategy.pipeline",
+        found=f"{architecture.model_type}, made small: {problems[0]}",
+        allowed="1 for this type",
+        hint="strategy=fsdp2; or data.images.used=false, which trains on text alone",
+    )
+
+
+def _candidates(small: PreTrainedModel, batch: Mapping[str, torch.Tensor]) -> Iterator[ImageBatch]:
+    """No features, the fields one by one, and all."""
+    yield ImageBatch(batch)
+    names: list[str] = []
+    apart = copy.deepcopy(small)
+    keep_features(apart, names.extend)
+    with torch.no_grad():
+        apart(**batch)
+    names = list(dict.fromkeys(names))
+    yield from (ImageBatch(batch, frozenset([name])) for name in names)
+    yield ImageBatch(batch, frozenset(names))
+
+
+def _try(
+    small: PreTrainedModel, batch: Mapping[str, torch.Tensor], carry: Carry, whole: tuple[float, _Gradients]
+) -> str | None:
+    """Say why stages do not train as the whole model, whose loss and gradients are given; None: they do."""
+    try:
+        stages = stages_of_one_block(small, carry)
+        loss, gradients = _run(small, run_in_turn(stages, lambda model: model(**batch)).loss)
+    except Exception as error:  # whatever a model raises whose blocks need more
+        return first_line(error)
+    if not abs(loss - whole[0]) <= _BOUND * abs(whole[0]):
+        return f"the loss is {loss:.6g} and not {whole[0]:.6g}"
+    least = _NOTHING * max(float(gradient.norm()) for gradient in whole[1].values())
+    for name, wanted in whole[1].items():
+        if name not in gradients or not (gradients[name] - wanted).norm() <= _BOUND * max(float(wanted.norm()), least):
+            return f"the gradient of {name} is another"
+    return None
+
+
+def _run(model: PreTrainedModel, loss: torch.Tensor) -> tuple[float, _Gradients]:
+    """Give the loss, and the gradients of its backward."""
+    loss.backward()
+    gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad(set_to_none=True)
+    return float(loss.detach()), gradients
