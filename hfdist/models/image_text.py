@@ -111,6 +111,24 @@ def from_the_end(model: nn.Module, name: str) -> str:
     return ".".join(parts)
 
 
+def make_small(architecture: PreTrainedConfig) -> PreTrainedModel:
+    """Make a small model of the same type with the whole vocabulary; raises whatever a type raises that has none."""
+    config = shrink(architecture, vocab_size=architecture.get_text_config().vocab_size)
+    config._attn_implementation = "eager"
+    text = config.get_text_config()
+    if getattr(text, "output_router_logits", False):
+        # A loss over routers depends on the batch.
+        text.output_router_logits = False
+    # By its constructor: `from_config` would partition it under ZeRO-3.
+    made: Any = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)]
+    small: PreTrainedModel = made(config).float()
+    with torch.no_grad():
+        for parameter in small.parameters():
+            # Some begin as zeros, by which nothing would reach what stands before them.
+            parameter.add_(torch.randn_like(parameter) * 0.02)
+    return small
+
+
 def find_unreached(architecture: PreTrainedConfig, batch: Mapping[str, torch.Tensor]) -> frozenset[str]:
     """Run a small model of the same type on an image, and name the parameters that get no gradient: `from_the_end`.
 
@@ -125,15 +143,7 @@ def find_unreached(architecture: PreTrainedConfig, batch: Mapping[str, torch.Ten
     """
     with torch.random.fork_rng(devices=[]):
         try:
-            config = shrink(architecture, vocab_size=architecture.get_text_config().vocab_size)
-            config._attn_implementation = "eager"
-            # By its constructor: `from_config` would partition it under ZeRO-3.
-            made: Any = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)]
-            small = made(config).float()
-            with torch.no_grad():
-                for parameter in small.parameters():
-                    # Some begin as zeros, by which nothing would reach what stands before them.
-                    parameter.add_(torch.randn_like(parameter) * 0.02)
+            small = make_small(architecture)
             small(**batch).loss.backward()
         except Exception as error:  # whatever a model raises that cannot be made small
             logger.info("images: what they never reach in the model is not known: %s", first_line(error))
