@@ -22,6 +22,7 @@ from hfdist.config.train import Compile, Precision
 from hfdist.errors import ConfigError, first_line
 from hfdist.models.architecture import count_heads
 from hfdist.models.blocks import compiles_on_gpus
+from hfdist.models.differences import largest_difference
 from hfdist.models.document_attention import BY_DOCUMENTS, HAS_KERNEL, HEAD_MULTIPLE, LARGEST_HEAD
 from hfdist.models.embeddings import scores_sequences
 from hfdist.models.experts import first_number
@@ -30,8 +31,6 @@ from hfdist.models.shrink import shrink
 
 BOUND = 1e-5
 """Largest difference in float32, relative to the largest element; documents that see each other make 1e-2 and more."""
-_FLOOR = 1e-2
-"""Least divisor of a parameter's gradient, as a share of the largest element of all gradients."""
 _LEAST_TOKENS = 256
 """On a CPU, calls for the documents of a shorter sequence cost more than its mask."""
 _DOCUMENTS = ((40, 1, 23, 18), (7, 35, 40))
@@ -137,18 +136,9 @@ def find_by_documents(architecture: PreTrainedConfig, *, head: Head = Head.token
             return None, f"a small model cannot be tried so: {first_line(error)}"
     if not any(calls):
         return None, "the model looks for no documents in positions" if calls else _NOT_REPLACEABLE
-    largest = max(_largest(tensor) for tensor in expected[1:])
-    for wanted, got in zip(expected, found, strict=True):
-        floor = 0.0 if wanted is expected[0] else _FLOOR * largest
-        difference = _largest(wanted - got) / max(_largest(wanted), floor, torch.finfo(torch.float32).tiny)
-        # Also where it is no number.
-        if not difference <= BOUND:
-            return None, f"a small model differs by {difference:.0e}"
-    return name, None
-
-
-def _largest(tensor: torch.Tensor) -> float:
-    return float(tensor.abs().max()) if tensor.numel() else 0.0
+    difference = largest_difference(expected[0], found[0], expected[1:], found[1:])
+    # Also where it is no number.
+    return (name, None) if difference <= BOUND else (None, f"a small model differs by {difference:.0e}")
 
 
 def _make(small: PreTrainedConfig, attention: str | None, head: Head) -> PreTrainedModel:

@@ -138,10 +138,17 @@ def from_the_end(model: nn.Module, name: str) -> str:
     return ".".join(parts)
 
 
-def small_reader(architecture: PreTrainedConfig) -> PreTrainedModel:
-    """Make a small model of a type that knows all tokens, with random weights of which none is zero, on the CPU."""
+def make_small(architecture: PreTrainedConfig) -> PreTrainedModel:
+    """Make a small model of a type that knows all tokens, with random weights of which none is zero, on the CPU.
+
+    It raises whatever a type raises that has none.
+    """
     config = shrink(architecture, vocab_size=architecture.get_text_config().vocab_size)
     config._attn_implementation = "eager"
+    text = config.get_text_config()
+    if getattr(text, "output_router_logits", False):
+        # A loss over routers depends on the batch.
+        text.output_router_logits = False
     # By its constructor: `from_config` would partition it under ZeRO-3.
     made: Any = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)]
     small: PreTrainedModel = made(config).float()
@@ -166,7 +173,7 @@ def find_unreached(architecture: PreTrainedConfig, batch: Mapping[str, torch.Ten
     """
     with torch.random.fork_rng(devices=[]):
         try:
-            small = small_reader(architecture)
+            small = make_small(architecture)
             small(**batch).loss.backward()
         except Exception as error:  # whatever a model raises that cannot be made small
             logger.info("images: what they never reach in the model is not known: %s", first_line(error))

@@ -14,7 +14,7 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from hfdist.errors import PartitionError, first_line
-from hfdist.models.image_text import ImageBatch, read_images, small_reader
+from hfdist.models.image_text import ImageBatch, make_small, read_images
 from hfdist.pipeline.image_features import keep_features
 from hfdist.pipeline.split import run_in_turn, stages_of_one_block
 from hfdist.pipeline.stage_io import CARRIES, Carry
@@ -40,7 +40,7 @@ def find_features(architecture: PreTrainedConfig, batch: Mapping[str, torch.Tens
     problems = []
     with torch.random.fork_rng(devices=[]):
         try:
-            small = small_reader(architecture)
+            small = make_small(architecture)
             whole = _run(small, small(**batch).loss)
             for example in _candidates(small, batch):
                 read_images(small, unreached=(), example=example)

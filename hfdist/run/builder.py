@@ -105,7 +105,7 @@ class Run(RunState):
         if self.data.images is not None:
             self.data.stream.needs_image = self.strategy.calls_alike and self.topology.data > 1
             self.data.stream.tells_images_by_row = self.topology.pipeline > 1
-            # Rows stay apart, so no attention is told of packed ones.
+            # Rows may stay apart, and then no attention is told of packed ones.
             self.architecture._attn_implementation = None
             self.why_together = choose_attention(self._here, self.architecture, device_type_here())
         fit_vocabulary(self.architecture, self.data.tokenizer, self._here.model)
@@ -170,7 +170,9 @@ class Run(RunState):
     def build_trainer(self) -> None:
         """Make the Trainer, with the callbacks of the parts."""
         config, arguments, model, data = self.config, self.arguments, self.model, self.data
-        check_packing(model, data.stream.plan.packing, self.strategy, self._head)
+        if data.images is None:
+            # Where rows have images, a small model has packed them already.
+            check_packing(model, data.stream.plan.packing, self.strategy, self._head)
         self.objective = make_objective(
             config, data.tokenizer, data.held_out, strategy=self.strategy, arguments=arguments
         )

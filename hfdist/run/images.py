@@ -9,10 +9,12 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from hfdist.config.data import Packing, cache_dir
 from hfdist.config.run import RunConfig
 from hfdist.data import Corpus, have_images
+from hfdist.data.packing.packed_images import make_trial
 from hfdist.data.tokenization.image_tokens import ImageTokens
 from hfdist.errors import ConfigError
 from hfdist.models import find_architecture
 from hfdist.models.image_text import ImageBatch, may_read_images
+from hfdist.models.packed_images import find_positions, why_rows_mix
 from hfdist.models.processor import load_processor
 from hfdist.models.resolve import resolve_model
 
@@ -44,7 +46,7 @@ def find_images(
     """Give what images of rows become, and set `data.images.used` and `data.packing`; None: rows have none.
 
     Raises:
-        ConfigError: images that the layout does not take, or a model without its processor.
+        ConfigError: images that the layout or `data.packing` does not take, or a model without its processor.
     """
     images = config.data.images
     if images.used is None:
@@ -55,14 +57,33 @@ def find_images(
     if not images.used:
         return None
     _check_layout(config)
-    if config.data.packing is not Packing.none:
-        logger.info(
-            "data.packing=%s becomes none, as rows have images, and a sequence takes one row; to pack the texts alone: "
-            "data.images.used=false",
-            config.data.packing.value,
-        )
-        config.data.packing = Packing.none
-    return ImageTokens(load_processor(config.model, architecture, tokenizer))
+    found = ImageTokens(load_processor(config.model, architecture, tokenizer), find_positions(architecture))
+    # As above: each row has its place by it.
+    config.data.packing = _choose_packing(config, architecture, found)
+    return found
+
+
+def _choose_packing(config: RunConfig, architecture: PreTrainedConfig, images: ImageTokens) -> Packing:
+    """Give how rows with images become sequences; ConfigError: not as `data.packing` says."""
+    asked = config.data.packing
+    where, allowed = "data.packing", "best_fit, none; auto: best_fit where it computes the same"
+    if asked is Packing.none:
+        return asked
+    if asked is Packing.concat:
+        what = "rows have images, and documents end to end are cut, an image too"
+        raise ConfigError(what, where=where, found=asked.value, allowed=allowed, hint="data.packing=best_fit")
+    if config.strategy.pipeline > 1:
+        reason = "stages of a pipeline find the images of a micro batch by its rows"
+    else:
+        reason = why_rows_mix(architecture, lambda: make_trial(images))
+    if reason is None:
+        return Packing.best_fit
+    if asked is Packing.auto:
+        logger.info("a sequence takes one row, as packed rows with images would not be computed alike: %s", reason)
+        return Packing.none
+    what = f"packed rows with images are not computed as by themselves: {reason}"
+    found = f"{asked.value}, with {architecture.model_type}"
+    raise ConfigError(what, where=where, found=found, allowed="none for this model", hint="data.packing=none")
 
 
 def make_example(config: RunConfig, architecture: PreTrainedConfig, images: ImageTokens) -> ImageBatch:

@@ -224,7 +224,8 @@ class EngineTrainer(transformers.Trainer):
     def _agree_on_tokens(self) -> None:
         """Let all ranks have the same number of tokens read. A collective."""
         stream = self.training.stream
-        if stream is not None and stream.plan.packing is not Packing.none and self._counts_rows:
+        has_equal_rows = stream is not None and stream.images is None and stream.plan.packing is not Packing.none
+        if has_equal_rows and self._counts_rows:
             # Its rows are of one length, so they have it already.
             return
         # Each has taken the rows of the others for as long as its own, so the mean is right.

@@ -37,8 +37,11 @@ _COMMON = (
 )
 
 
-def write_rows(folder: Path, *, num_rows: int = 40, most_images: int = 2) -> Path:
-    """Write rows of which each has from none to so many images, in files beside them; give their file."""
+def write_rows(folder: Path, *, num_rows: int = 40, most_images: int = 2, first_image: int = 0) -> Path:
+    """Write rows of which each has from none to so many images, in files beside them; give their file.
+
+    `first_image`: number of the first drawing; with another one, the same rows show other images of the same sizes.
+    """
     generator = torch.Generator().manual_seed(0)
     (folder / "seen").mkdir(parents=True, exist_ok=True)
     rows = []
@@ -46,7 +49,7 @@ def write_rows(folder: Path, *, num_rows: int = 40, most_images: int = 2) -> Pat
         count = int(torch.randint(most_images + 2, (), generator=generator)) - 1
         names = [f"seen/{number}-{place}.png" for place in range(count)]
         for place, name in enumerate(names):
-            draw(3 * number + place).save(folder / name)
+            draw(3 * number + place + 15 * first_image).save(folder / name)
         parts = [*({"type": "image"} for _ in names), {"type": "text", "text": f"what is in picture {number}?"}]
         messages = [{"role": "user", "content": parts}, {"role": "assistant", "content": f"a cat and {number * 7}"}]
         rows.append({"messages": messages, "images": names})
@@ -61,8 +64,10 @@ def make_config(folder: Path, model: Path, rows: Path, *overrides: str):
     return compose_config([*_COMMON, *own, f"run.dir={folder}", *overrides], name="finetune")
 
 
-def finetune(folder: Path, model: Path, rows: Path, num_ranks: int, *overrides: str) -> Path:
+def finetune(
+    folder: Path, model: Path, rows: Path, num_ranks: int, *overrides: str, timeout_seconds: float = 240
+) -> Path:
     """Fine-tune on forked ranks; gives the run's folder."""
     config = make_config(folder, model, rows, *overrides)
-    run_ranks(main.__wrapped__, num_ranks, config, group=num_ranks > 1, timeout_seconds=240)
+    run_ranks(main.__wrapped__, num_ranks, config, group=num_ranks > 1, timeout_seconds=timeout_seconds)
     return folder

@@ -208,8 +208,10 @@ def _fit_to_task(config: RunConfig) -> None:
         data.keep_columns = task.traits.is_reinforcement
     if config.evaluate.at_start is None:
         config.evaluate.at_start = config.model.init is Init.pretrained
-    if data.packing is Packing.auto:
-        is_text = data.format is RowFormat.text
+    is_text = data.format is RowFormat.text
+    # Where rows may have images, their model decides: see run/images.py.
+    may_have_images = task.traits.is_of_next_tokens and not is_text and data.images.used is not False
+    if data.packing is Packing.auto and not may_have_images:
         is_whole = config.task.answers_prompts or task.traits.head.gives_labels
         by_rows = Packing.none if is_whole else Packing.concat if is_text else Packing.best_fit
         data.packing = task.traits.packing or by_rows

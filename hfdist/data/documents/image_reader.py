@@ -7,6 +7,7 @@ nothing: its images are black and its tokens have no targets.
 from __future__ import annotations
 
 import logging
+from itertools import accumulate
 
 from PIL import Image
 
@@ -18,14 +19,14 @@ from hfdist.data.order.records import numbers_of
 from hfdist.data.packing.sequence import Sequence
 from hfdist.data.sources.base import ContentError
 from hfdist.data.sources.images import decode
-from hfdist.data.tokenization.image_tokens import ImageTokens
+from hfdist.data.tokenization.image_tokens import ImageTokens, Inputs
 from hfdist.errors import DataError
 
 logger = logging.getLogger(__name__)
 
 
 class ImageReader:
-    """Gives sequences of one document each the tensors of their images."""
+    """Gives sequences of whole documents the tensors of their images."""
 
     def __init__(self, corpus: Corpus, images: ImageTokens, config: DataConfig) -> None:
         self._corpus, self._images, self._stops = corpus, images, config.on_bad_rows is BadRows.error
@@ -35,27 +36,35 @@ class ImageReader:
 
         DataError: an image is damaged and `data.on_bad_rows` is `error`, or the data have changed.
         """
-        num_features = sum(int(are_images(part).sum()) for part in sequence.parts)
-        if not num_features:
+        counts = [int(are_images(part).sum()) for part in sequence.parts]
+        if not any(counts):
             return sequence
-        (document,) = numbers_of(sequence.records).tolist()
+        documents, ends = numbers_of(sequence.records).tolist(), list(accumulate(sequence.lengths))
+        images, blanks, problems = {}, [*sequence.blanks], [*sequence.problems]
+        # After the pieces of documents comes what fills up.
+        for piece, (document, num_features) in enumerate(zip(documents, counts, strict=False)):
+            if not num_features:
+                continue
+            images[piece], error = self._inputs(document, num_features)
+            if error is not None:
+                blanks.append((ends[piece] - sequence.lengths[piece], ends[piece]))
+                problems.append(str(error))
+        return sequence._replace(images=images, blanks=blanks, problems=tuple(problems))
+
+    def _inputs(self, document: int, num_features: int) -> tuple[Inputs, ContentError | None]:
+        """Give the tensors of a document's images, and what is wrong with these, which are black then."""
         files = self._corpus.images(document)
         if sum(self._images.num_features(file.size) for file in files) != num_features:
             what = "the row has other images than when its tokens were made"
             hint = "the images as they were; or another data.cache_dir, where tokens are made anew"
             raise DataError(what, where=str(self._corpus.origin(document)), hint=hint)
         try:
-            return sequence._replace(images=self._images.inputs([decode(file) for file in files]))
+            return self._images.inputs([decode(file) for file in files]), None
         except ContentError as error:
             error = self._of_row(error, document)
             if self._stops:
                 raise error from None
-            black = [Image.new("RGB", file.size) for file in files]
-            return sequence._replace(
-                images=self._images.inputs(black),
-                blanks=[(0, sum(sequence.lengths))],
-                problems=(*sequence.problems, str(error)),
-            )
+            return self._images.inputs([Image.new("RGB", file.size) for file in files]), error
 
     def _of_row(self, error: ContentError, document: int) -> ContentError:
         """Give the error with the row that it is of, and what to do."""

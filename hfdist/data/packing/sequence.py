@@ -81,8 +81,8 @@ class Sequence(NamedTuple):
     """Records of pieces, and of documents passed over on the way; their sequence and pool are not set yet."""
     problems: tuple[str, ...] = ()
     """Messages of bad rows among them."""
-    images: Inputs | None = None
-    """The tensors of its images; None: it has none."""
+    images: Mapping[int, Inputs] | None = None
+    """The tensors of its images, by the number of the piece that they stand in; None: it has none."""
 
     @property
     def rows(self) -> NDArray[np.int32]:
@@ -232,7 +232,8 @@ def image_row(sequence: Sequence, images: ImageTokens) -> dict[str, torch.Tensor
     """Give the tensors of a sequence that is one document, each of shape [tokens], and those of its images."""
     ids, _, labels = make_rows(Pieces.of([sequence]), np.int64)
     row = images.row(ids, marks.are_images(_tokens(sequence.parts)), labels)
-    return row | {name: torch.from_numpy(values) for name, values in (sequence.images or {}).items()}
+    inputs = next(iter(sequence.images.values())) if sequence.images else {}
+    return row | {name: torch.from_numpy(values) for name, values in inputs.items()}
 
 
 class Bundle(NamedTuple):
@@ -243,7 +244,15 @@ class Bundle(NamedTuple):
     records: Records
     num_records: list[int]
     others: list[
-        tuple[Sequences[int], Sequences[tuple[int, int]], tuple[int, ...], int, int, tuple[str, ...], Inputs | None]
+        tuple[
+            Sequences[int],
+            Sequences[tuple[int, int]],
+            tuple[int, ...],
+            int,
+            int,
+            tuple[str, ...],
+            Mapping[int, Inputs] | None,
+        ]
     ]
     """The other fields of each sequence."""
 

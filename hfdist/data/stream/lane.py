@@ -131,9 +131,9 @@ def _pack(plan: LanePlan, documents: Documents, pool: int, lane: int, place: Pla
     match plan.packing:
         case Packing.concat:
             return concat(chunks, plan.shape)
-        case Packing.best_fit:
+        case Packing.best_fit | Packing.auto:
             return best_fit(chunks, place.offset, plan.shape, (*key, lane))
-        case Packing.none | Packing.auto:
+        case Packing.none:
             return one_each(chunks, place.offset, plan.shape, key)
 
 

@@ -35,6 +35,7 @@ from hfdist.data.order.lane_state import Columns, LaneState, Progress
 from hfdist.data.order.records import Records, Status, chain, numbers_of
 from hfdist.data.order.shares import Shares
 from hfdist.data.order.shuffle import LaneOrder, Mixture, workers_that_fit
+from hfdist.data.packing.packed_images import stack_packed
 from hfdist.data.packing.sequence import (
     IGNORED,
     ORIGINS,
@@ -78,7 +79,8 @@ class TokenStream(IterableDataset[dict[str, torch.Tensor]]):
 
     Sequence s of data rank r is sequence s * data_size + r of the run. If several runs share the lanes, `deal` says who
     reads which. If every source has a limit of epochs, it ends once all documents of this rank's lanes were given.
-    Under `data.packing=none` a sequence is one document, with attention_mask in place of position_ids.
+    Under `data.packing=none` a sequence is one document, with attention_mask in place of position_ids. With images a
+    batch also has what a forward takes of these, and position_ids may be those of `stack_packed`.
 
     Args:
         corpus: the documents.
@@ -131,7 +133,7 @@ class TokenStream(IterableDataset[dict[str, torch.Tensor]]):
         self._take(self._beginning(0))
 
     def read_images(self, images: ImageTokens | None) -> TokenStream:
-        """Let rows have images, under `data.packing=none`, before anything is read; None: as it is. Give the stream."""
+        """Let rows have images, before anything is read; None: as it is. Give the stream."""
         if images is not None:
             self.images, self._encoders = images, self._encoders.with_images(images)
             self.identity = _identity(self.corpus, self._encoders, self.config, self._global_batch_size)
@@ -469,7 +471,9 @@ class TokenStream(IterableDataset[dict[str, torch.Tensor]]):
     def _collate(self, sequences: list[Sequence]) -> dict[str, torch.Tensor]:
         if self.images is None:
             return collate(sequences, self.plan.packing, self.plan.shape)
-        return self.stack_rows([image_row(one, self.images) for one in sequences])
+        if self.plan.packing is Packing.none:
+            return self.stack_rows([image_row(one, self.images) for one in sequences])
+        return stack_packed(sequences, self.plan.shape, self.images, needs_image=self.needs_image)
 
     def stack_rows(self, rows: list[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
         """Collate rows of a run with images, as of its held-out set."""

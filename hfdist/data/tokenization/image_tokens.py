@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property, lru_cache
 from typing import Any
 
@@ -23,6 +23,7 @@ from hfdist.errors import ConfigError, first_line
 
 Inputs = Mapping[str, NDArray[Any]]
 """Arrays by the names that a forward has for them; the first axis is of images, patches or rows."""
+Positions = Callable[[Mapping[str, torch.Tensor]], torch.Tensor]
 _KINDS = ("mm_token_type_ids", "token_type_ids")
 """Names that forwards have for which tokens stand for images."""
 _KNOWN_SIZES = 4096
@@ -33,12 +34,18 @@ _SMALL_SIZES = ((32, 32), (256, 32), (448, 32))
 class ImageTokens:
     """A model's processor, as rows and batches need it.
 
-    ConfigError: it does not say what it writes for an image.
+    Args:
+        processor: with the run's tokenizer.
+        positions: gives the model's own positions of a document with images, of shape [3, 1, tokens], from what a
+            forward takes of it; None: images have those of text.
+
+    Raises:
+        ConfigError: it does not say what it writes for an image.
     """
 
-    def __init__(self, processor: ProcessorMixin) -> None:
+    def __init__(self, processor: ProcessorMixin, positions: Positions | None = None) -> None:
         own: Any = processor
-        self._processor = own
+        self._processor, self.positions = own, positions
         self._expansion = lru_cache(_KNOWN_SIZES)(self._expand)
         try:
             self.token = str(own.image_token)
@@ -94,9 +101,17 @@ class ImageTokens:
     def none(self) -> tuple[list[int], dict[str, NDArray[Any]]]:
         """Tokens and tensors of a small image, for batches without one."""
         images = [Image.new("RGB", size) for size in _SMALL_SIZES]
-        tokens = [self._call([image], add_special_tokens=False)["input_ids"][0] for image in images]
+        tokens = [self.tokens_of(image) for image in images]
         number = min(range(len(tokens)), key=lambda n: len(tokens[n]))
-        return list(tokens[number]), self.inputs([images[number]])
+        return tokens[number], self.inputs([images[number]])
+
+    def tokens_of(self, image: Image.Image) -> list[int]:
+        """Give the tokens in the place of an image."""
+        return list(self._call([image], add_special_tokens=False)["input_ids"][0])
+
+    def tokens_of_text(self, text: str) -> list[int]:
+        """Give the tokens of a text without images."""
+        return list(self._processor.tokenizer.encode(text, add_special_tokens=False))
 
     def example(self) -> dict[str, torch.Tensor]:
         """Give a batch of one row with a small image, all of whose tokens but the first are targets."""

@@ -358,7 +358,7 @@ def test_a_damaged_image_keeps_its_place_and_teaches_nothing_or_stops(llava, tmp
     is_taught = [bool((sequence.rows[2] != IGNORED).any()) for sequence in packed]
     assert sorted(is_taught) == [False, False, True, True]
     assert ["the image is damaged" in str(one.problems) for one in packed] == [not taught for taught in is_taught]
-    assert all(one.images["pixel_values"].shape == (1, 3, 32, 32) for one in packed)
+    assert all(one.images[0]["pixel_values"].shape == (1, 3, 32, 32) for one in packed)
     with pytest.raises(DataError, match="damaged") as caught:
         list(zip(range(4), stream_of(config_of(path, cache_dir), llava).packed(0, 1), strict=False))
     assert re.fullmatch(r"rows.jsonl, row [13]", caught.value.where)

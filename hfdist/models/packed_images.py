@@ -1,0 +1,83 @@
+"""Whether a model computes packed rows with images as it does each by itself, and the positions that it has for them.
+
+Both are asked of a small model of the same class: no list of types is kept.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from hfdist.errors import first_line
+from hfdist.models.cache_use import without_cache
+from hfdist.models.differences import largest_difference
+from hfdist.models.image_text import make_small
+
+Batch = Mapping[str, torch.Tensor]
+_BOUND = 1e-5
+"""Largest relative difference in float32; rows that see each other make 1e-2 and more."""
+_IGNORED = -100
+
+
+def find_positions(architecture: PreTrainedConfig) -> Callable[[Batch], torch.Tensor] | None:
+    """Give what computes the positions of a document with images, of time, height and width: [3, 1, tokens].
+
+    Returns:
+        None: the type has those of text alone, or no small model can be made.
+    """
+    try:
+        with torch.random.fork_rng(devices=[]), torch.device("meta"):
+            body = make_small(architecture).base_model
+    except Exception:  # whatever a model raises that cannot be made small; `why_rows_mix` tells it
+        return None
+    find = getattr(body, "get_rope_index", None)
+    if find is None:
+        return None
+    takes = inspect.signature(find).parameters
+
+    def positions(document: Batch) -> torch.Tensor:
+        found: torch.Tensor = find(**{name: values for name, values in document.items() if name in takes})[0]
+        return found
+
+    return positions
+
+
+@unset_fake_temporarily()
+def why_rows_mix(architecture: PreTrainedConfig, make_trial: Callable[[], tuple[Batch, Sequence[Batch]]]) -> str | None:
+    """Say why packed rows with images are not computed as each by itself; None: loss and gradients are the same.
+
+    Args:
+        architecture: of the model.
+        make_trial: gives a batch of one packed sequence, and a batch for each of its documents, all with labels.
+    """
+    with torch.random.fork_rng(devices=[]):
+        # All ranks must find the same. torch.manual_seed would seed GPUs, too.
+        torch.default_generator.manual_seed(0)
+        try:
+            packed, alone = make_trial()
+            small = make_small(architecture).eval()
+            # With a cache, restarting positions are not looked at.
+            with without_cache(small.config):
+                wanted, of_alone = _run(small, alone)
+                found, of_packed = _run(small, [packed])
+        except Exception as error:  # whatever a model raises on what it was not written for
+            return f"a small model cannot be tried so: {first_line(error)}"
+    difference = largest_difference(wanted, found, of_alone, of_packed)
+    # Also where it is no number.
+    return None if difference <= _BOUND else f"a small {architecture.model_type} differs by {difference:.0e}"
+
+
+def _run(model: PreTrainedModel, batches: Sequence[Batch]) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Give the mean loss of the targets of all batches, and the gradient of each parameter."""
+    model.zero_grad()
+    counts = [int((batch["labels"][:, 1:] != _IGNORED).sum()) for batch in batches]
+    total = torch.zeros(())
+    for batch, count in zip(batches, counts, strict=True):
+        loss = model(**batch).loss * (count / sum(counts))
+        loss.backward()
+        total += loss.detach()
+    return total, [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in model.parameters()]
