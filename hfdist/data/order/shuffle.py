@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import hashlib
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 
 import numpy as np
@@ -41,12 +41,13 @@ _CHUNK_SAMPLES = 1024
 
 def permutation(size: int, *key: int | str) -> NDArray[np.int64]:
     """Give range(size) in the order that a key decides: sorted by the hashes of its numbers."""
-    return np.argsort(_mix(_start(key) + np.arange(size, dtype=np.uint64)), kind="stable")
+    return np.argsort(_mix(_starts([key]) + np.arange(size, dtype=np.uint64)), kind="stable")
 
 
-def _start(key: tuple[int | str, ...]) -> np.uint64:
-    digest = hashlib.blake2b(repr(key).encode(), digest_size=8).digest()
-    return np.uint64(int.from_bytes(digest, "little"))
+def _starts(keys: Iterable[tuple[int | str, ...]]) -> NDArray[np.uint64]:
+    """Hashes of keys, shape [keys]."""
+    digests = [hashlib.blake2b(repr(key).encode(), digest_size=8).digest() for key in keys]
+    return np.frombuffer(b"".join(digests), "<u8")
 
 
 def _mix(values: NDArray[np.uint64]) -> NDArray[np.uint64]:
@@ -91,19 +92,19 @@ class LaneOrder:
         length = self.lane_length(epoch, lane)
         return self.rest_of_blocks(epoch, lane, 0, length) if length else np.empty(0, dtype=np.int64)
 
-    def rest_of_blocks(self, epoch: int, lane: int, position: int, most_rows: int) -> NDArray[np.int64]:
-        """Canonical numbers from `position` on, which must be in the lane, to the end of its block.
+    def rest_of_blocks(self, epoch: int, lane: int, position: int, least_rows: int) -> NDArray[np.int64]:
+        """Canonical numbers from `position` on, which must be in the lane, to the end of a block.
 
-        Whole blocks follow as long as all together have at most `most_rows` documents.
+        So many blocks that there are `least_rows` documents, one or more, if the lane has as many.
         """
         blocks, ends = self._lane_blocks(epoch, lane)
-        place = int(np.searchsorted(ends, position, side="right"))
-        chosen = blocks[place : max(place + 1, int(np.searchsorted(ends, position + most_rows, side="right")))]
+        place = int(ends.searchsorted(position, side="right"))
+        chosen = blocks[place : int(ends.searchsorted(position + least_rows)) + 1]
         sizes = self._sizes[chosen]
         stops = np.cumsum(sizes)
         owners = np.repeat(np.arange(len(chosen)), sizes)
         begins = (stops - sizes)[owners]
-        keys = np.array([_start((*self._key, epoch, block)) for block in chosen.tolist()], dtype=np.uint64)
+        keys = _starts((*self._key, epoch, block) for block in chosen.tolist())
         numbers = np.arange(len(owners)) - begins
         # Each block's rows sorted by their hashes, as `permutation` does.
         order = np.lexsort((_mix(keys[owners] + numbers.astype(np.uint64)), owners))

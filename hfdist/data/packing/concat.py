@@ -17,11 +17,13 @@ from numpy.typing import NDArray
 from hfdist.data.order.lane_state import Place
 from hfdist.data.order.records import Records, Status, make_records
 from hfdist.data.packing.sequence import Integers, Pieces, Sequence, Shape, after_the_end, filling
-from hfdist.data.sources.document_batch import DocumentBatch, slices
+from hfdist.data.sources.document_batch import DocumentBatch
 from hfdist.errors import DataError
 
 # Cut at once: twice as many each time, so that the first one comes soon and numpy's calls become cheap.
 _MOST_SEQUENCES = 128
+_FILLING = -1
+"""Number of the array that stands for the tokens of quarantined documents."""
 
 
 def concat(chunks: Iterator[tuple[Place, DocumentBatch]], shape: Shape) -> Iterator[Sequence]:
@@ -271,12 +273,18 @@ class CutSequences:
         """Where each piece begins, counted from the first turn."""
         self._piece_ends = [0, *np.searchsorted(numbers, np.arange(1, num_sequences)).tolist(), len(owners)]
         self._sizes = sizes.tolist()
-        self._parts = slices(arrays, items.arrays[owners], items.starts[owners] + used, sizes)
+        holders, firsts = items.arrays[owners], items.starts[owners] + used
+        self._arrays = arrays
         self._blanks: dict[int, list[tuple[int, int]]] = {}
-        for piece in np.flatnonzero(items.fates[owners] == Status.quarantined).tolist():
-            self._parts[piece] = filling(self._sizes[piece], shape)
+        blanks = np.flatnonzero(items.fates[owners] == Status.quarantined)
+        if len(blanks):
+            self._arrays = {**arrays, _FILLING: filling(shape.length, shape)}
+            holders[blanks], firsts[blanks] = _FILLING, 0
+        for piece in blanks.tolist():
             start = int(starts[piece]) % shape.length
             self._blanks.setdefault(int(numbers[piece]), []).append((start, start + self._sizes[piece]))
+        self._spans = holders.tolist(), firsts.tolist(), (firsts + sizes).tolist()
+        """The array of each piece, and where it begins and ends in it."""
         self._places = _next_places(items, ends, num_sequences, shape.length)
 
     def pieces(self, first: int, stop: int) -> Pieces:
@@ -287,7 +295,12 @@ class CutSequences:
             for number in (range(stop - first) if self._blanks else ())
             for start, end in self._blanks.get(first + number, ())
         ]
-        return Pieces(self._parts[own], self._sizes[own], self._begins[own] - first * self._length, blanks)
+        return Pieces(self._parts(own), self._sizes[own], self._begins[own] - first * self._length, blanks)
+
+    def _parts(self, pieces: slice) -> list[NDArray[np.integer]]:
+        """Views of the tokens of neighbours, made when they are asked for: those of all at once leave the cache."""
+        spans = zip(*[column[pieces] for column in self._spans], strict=True)
+        return [self._arrays[array][first:stop] for array, first, stop in spans]
 
     def given(self, first: int, stop: int) -> Given:
         """Give what is known of neighbours in the order of lanes, all of one lane."""
@@ -310,7 +323,7 @@ class CutSequences:
         own, again = tee(map(self._records.__getitem__, records))
         return map(
             Sequence,
-            map(self._parts.__getitem__, map(slice, *pieces)),
+            map(self._parts, map(slice, *pieces)),
             map(self._sizes.__getitem__, map(slice, *pieces)),
             map(self._blanks.get, range(first, stop), repeat(())),
             map(Place, *(column[first:stop] for column in self._places)),

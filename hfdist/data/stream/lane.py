@@ -172,13 +172,12 @@ class DocumentIterator:
                 self._numbers = self._after(0, most or 1)
             else:
                 self._end_epoch()
-        # Whole blocks are less, by up to a block, than what is asked for.
-        while most is not None and 0 < len(self._numbers) < most and len(more := self._after(len(self._numbers), most)):
-            self._numbers = np.concatenate([self._numbers, more])
+        if most is not None and 0 < len(self._numbers) < most:
+            self._numbers = np.concatenate([self._numbers, self._after(len(self._numbers), most)])
         return self._numbers[:most]
 
     def _after(self, num_documents: int, most: int) -> NDArray[np.int64]:
-        """Give the documents of this epoch that come after so many next ones, `most` with these if blocks allow it."""
+        """Give the documents of this epoch that come after so many next ones, `most` with these if there are."""
         epoch, position = self.place.epoch, self.place.position + num_documents
         if position >= self._order.lane_length(epoch, self._lane):
             return self._numbers[:0]

@@ -49,10 +49,10 @@ shards = st.lists(st.lists(st.integers(1, 40), max_size=4), min_size=1, max_size
     lanes=st.integers(1, 12),
     seed=st.integers(0, 1000),
     epoch=st.integers(0, 3),
-    most_rows=st.integers(1, 60),
+    least_rows=st.integers(1, 60),
 )
 @settings(max_examples=40, deadline=None)
-def test_each_epoch_visits_each_document_once_and_neighbours_lie_in_one_run(shards, lanes, seed, epoch, most_rows):
+def test_each_epoch_visits_each_document_once_and_neighbours_lie_in_one_run(shards, lanes, seed, epoch, least_rows):
     order = lane_order(*shards, lanes=lanes, key=seed)
     one_by_one = [lane_documents(order, epoch, lane) for lane in range(lanes)]
     assert sorted(chain.from_iterable(one_by_one)) == list(range(sum(map(sum, shards))))
@@ -61,13 +61,18 @@ def test_each_epoch_visits_each_document_once_and_neighbours_lie_in_one_run(shar
         assert all(one_by_one)
     ends = np.cumsum(list(chain.from_iterable(shards)))
     for lane, documents in enumerate(one_by_one):
+        begins = {0, *(at + 1 for at in range(len(documents)) if len(neighbours(order, epoch, lane, at)) == 1)}
         for position in range(len(documents)):
             together = neighbours(order, epoch, lane, position)
             assert together == documents[position : position + len(together)]
             assert len(set(np.searchsorted(ends, together, side="right").tolist())) == 1
-            several = order.rest_of_blocks(epoch, lane, position, most_rows).tolist()
+            several = order.rest_of_blocks(epoch, lane, position, least_rows).tolist()
             assert several == documents[position : position + len(several)]
-            assert len(together) <= len(several) <= max(len(together), most_rows)
+            # Whole blocks, and no more than it takes.
+            stop = position + len(several)
+            assert stop in begins
+            assert stop == len(documents) or len(several) >= least_rows
+            assert max(begin for begin in begins if begin < stop) < position + least_rows
     moved = LaneOrder(Runs.of(shards), lanes=lanes, key=(seed,), first_document=100)
     assert moved.documents(epoch, 0).tolist() == [100 + number for number in one_by_one[0]]
 
