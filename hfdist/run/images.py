@@ -72,10 +72,9 @@ def _choose_packing(config: RunConfig, architecture: PreTrainedConfig, images: I
     if asked is Packing.concat:
         what = "rows have images, and documents end to end are cut, an image too"
         raise ConfigError(what, where=where, found=asked.value, allowed=allowed, hint="data.packing=best_fit")
-    if config.strategy.pipeline > 1:
-        reason = "stages of a pipeline find the images of a micro batch by its rows"
-    else:
-        reason = why_rows_mix(architecture, lambda: make_trial(images))
+    # A stage of a pipeline finds the images of a micro batch by its rows.
+    is_by_row = config.strategy.pipeline > 1
+    reason = "of a pipeline" if is_by_row else why_rows_mix(architecture, lambda: make_trial(images))
     if reason is None:
         return Packing.best_fit
     if asked is Packing.auto:
