@@ -1,6 +1,5 @@
 """GRPO and RLOO: TRL's own losses and weights with the same answers, and the same in every layout."""
 
-import shutil
 from functools import cache
 
 import pytest
@@ -19,11 +18,13 @@ pytestmark = pytest.mark.distributed
 BETA = ("task.beta=0.5",)
 LOSSES = {
     "gspo": ("grpo", "task.loss=gspo", "task.mask_truncated=true", *BETA),
-    "rloo": ("rloo", *BETA),
+    "rloo": ("rloo", "task.temperature=1.5", *BETA),
     **{
         name: ("grpo", f"task.loss={name}", *BETA)
         for name in ("grpo", "dapo", "dr_grpo", "cispo", "sapo", "vespo", "luspo")
     },
+    "gspo alone": ("grpo", "task.loss=gspo", "task.mask_truncated=true"),
+    "unscaled grpo": ("grpo", "task.loss=grpo", "task.scale_rewards=false", *BETA),
     "reinforce_pp": ("grpo", "task.loss=reinforce_pp", "task.mask_truncated=true", *BETA),
 }
 """A task and what it is given, by the name of its loss."""
@@ -50,23 +51,7 @@ def lines(run):
     return [line for line in read_lines(RunFolder(run).metrics) if "loss" in line]
 
 
-@pytest.mark.parametrize(
-    ("loss", "strategy", "num_ranks"),
-    [
-        many("grpo", "ddp", 2),
-        many("grpo", "zero3", 2),
-        # A run begins in it, below.
-        many("gspo", "pipeline", 2),
-        *(many(loss, "pipeline", 2) for loss in ("dapo", "dr_grpo", "cispo", "sapo", "vespo", "luspo", "reinforce_pp")),
-        ("rloo", "fsdp2", 2),
-        many("rloo", "3d train.micro_batch_size=1", 8),
-        many("reinforce_pp", "3d train.micro_batch_size=1", 8),
-    ],
-)
-def test_a_layout_changes_nothing(single, tmp_path, policy, sums, loss, strategy, num_ranks):
-    task, *own = LOSSES[loss]
-    layout = f"strategy={strategy}".split()
-    run, reference = run_task(tmp_path, policy, sums, task, num_ranks, *own, *layout), single(loss)
+def check_same(run, reference):
     for ours, theirs in zip(lines(run), lines(reference), strict=True):
         for name in ("reward", "reward_std", "rewards/arithmetic", "dead_groups", "completion_tokens", "cut_off"):
             assert ours[name] == pytest.approx(theirs[name], rel=1e-9), name
@@ -81,30 +66,47 @@ def test_a_layout_changes_nothing(single, tmp_path, policy, sums, loss, strategy
     assert 0 < sum(line["dead_groups"] for line in lines(run)) < STEPS
 
 
+# One begins in a pipeline, and goes on in DDP, below.
 @pytest.mark.parametrize(
-    ("task", "own", "arguments"),
+    ("loss", "strategy", "num_ranks"),
     [
-        many("grpo", (), {}),
-        (
-            "grpo",
-            ("task.loss=dr_grpo", "task.temperature=1.5", *BETA),
-            {"loss_type": "dr_grpo", "scale_rewards": "none", "temperature": 1.5, "beta": 0.5},
-        ),
-        # TRL takes a <pad> for an end: the answers that end in one here gain nothing, as all of their group are alike.
-        (
-            "grpo",
-            ("task.loss=gspo", "task.mask_truncated=true"),
-            {"loss_type": "grpo", "importance_sampling_level": "sequence", "mask_truncated_completions": True},
-        ),
-        many("grpo", ("task.scale_rewards=false",), {"scale_rewards": "none"}),
-        ("rloo", BETA, {"beta": 0.5}),
+        many("grpo", "ddp", 2),
+        many("grpo", "zero3", 2),
+        many("gspo", "pipeline", 2),
+        *(many(loss, "pipeline", 2) for loss in ("dapo", "dr_grpo", "cispo", "sapo", "vespo", "luspo", "reinforce_pp")),
+        many("rloo", "fsdp2", 2),
+        many("rloo", "3d train.micro_batch_size=1", 8),
+        many("reinforce_pp", "3d train.micro_batch_size=1", 8),
     ],
 )
-def test_losses_and_weights_are_those_of_trl(tmp_path, policy, sums, cache_dir, task, own, arguments):
-    run = run_task(tmp_path / "ours", policy, sums, task, 1, *own)
+def test_a_layout_changes_nothing(single, tmp_path, policy, sums, loss, strategy, num_ranks):
+    task, *own = LOSSES[loss]
+    layout = f"strategy={strategy}".split()
+    check_same(run_task(tmp_path, policy, sums, task, num_ranks, *own, *layout), single(loss))
+
+
+LIKE_TRL = {
+    # TRL takes a <pad> for an end: the answers that end in one here gain nothing, as all of their group are alike.
+    "gspo alone": {"loss_type": "grpo", "importance_sampling_level": "sequence", "mask_truncated_completions": True},
+    "rloo": {"temperature": 1.5, "beta": 0.5},
+    "dr_grpo": {"loss_type": "dr_grpo", "scale_rewards": "none", "beta": 0.5},
+    # By its own default a token counts as much as any other, as here.
+    "grpo": {"beta": 0.5},
+    "unscaled grpo": {"scale_rewards": "none", "beta": 0.5},
+}
+
+
+def train_on_answers(folder, model, config, task, arguments):
+    """Train TRL's class on the prompts that a run reads."""
+    return policy_runs.train_plainly(folder, model, task, read_answers(config), arguments)
+
+
+# The others' losses and gradients are in test_policy_beside_trl.py.
+@pytest.mark.parametrize("loss", [name if name in ("gspo alone", "rloo") else many(name) for name in LIKE_TRL])
+def test_losses_and_weights_are_those_of_trl(single, tmp_path, policy, sums, loss):
+    run, task = single(loss), LOSSES[loss][0]
     config = make_config(tmp_path / "read", policy, sums, f"task={task}", *policy_runs.COMMON)
-    [steps] = run_ranks(read_answers, 1, config, group=False)
-    [plain] = run_ranks(policy_runs.train_plainly, 1, tmp_path / "trl", policy, task, steps, arguments, group=False)
+    [plain] = run_ranks(train_on_answers, 1, tmp_path / "trl", policy, config, task, LIKE_TRL[loss], group=False)
     assert [line["reward"] for line in lines(run)] == pytest.approx([line["reward"] for line in plain])
     assert losses(run) == pytest.approx([line["loss"] for line in plain], rel=1e-5, abs=1e-6)
     assert [line["grad_norm"] for line in lines(run)] == pytest.approx([p["grad_norm"] for p in plain], rel=1e-4)
@@ -114,16 +116,17 @@ def test_losses_and_weights_are_those_of_trl(tmp_path, policy, sums, cache_dir, 
     assert len({line["grad_norm"] for line in lines(run)}) == STEPS
 
 
-def test_an_adapter_is_compared_with_how_it_began(tmp_path, policy, sums):
+@pytest.mark.parametrize("strategies", [("zero2",), many(("single", "zero2"))])
+def test_an_adapter_is_compared_with_how_it_began(tmp_path, policy, sums, cache_dir, strategies):
     """PiSSA takes what it begins with off the model's weights: without the adapter these are another model."""
     pissa = ("adapter=lora", "adapter.rank=4", "adapter.arguments.init_lora_weights=pissa", "adapter.merge=false")
-    runs = [
-        run_task(tmp_path / strategy, policy, sums, "rloo", num_ranks, *BETA, *pissa, f"strategy={strategy}")
-        for strategy, num_ranks in (("single", 1), ("zero2", 2))
-    ]
-    single, sharded = ([line["kl"] for line in lines(run)] for run in runs)
-    assert abs(single[0]) < 1e-6 < abs(single[-1])
-    assert sharded == pytest.approx(single, rel=1e-3, abs=1e-6)
+    found = []
+    for strategy in strategies:
+        own = (*BETA, *pissa, f"strategy={strategy}")
+        run = run_task(tmp_path / strategy, policy, sums, "rloo", 1 if strategy == "single" else 2, *own)
+        found.append([line["kl"] for line in lines(run)])
+    assert abs(found[0][0]) < 1e-6 < abs(found[0][-1])
+    assert found[-1] == pytest.approx(found[0], rel=1e-3, abs=1e-6)
 
 
 def test_lanes_that_end_give_no_prompts(tmp_path, policy, sums, cache_dir, monkeypatch):
@@ -205,16 +208,11 @@ def test_pairs_of_own_answers_are_the_same_in_a_layout(tmp_path, policy, sums, c
 def test_a_run_goes_on_in_another_layout(single, tmp_path, policy, sums):
     """It answers the same prompts with the same noise."""
     task, *own = LOSSES["gspo"]
-    saves = ("checkpoint.every=2", "checkpoint.keep=9", *own)
-    run = run_task(tmp_path, policy, sums, task, 2, *saves, "strategy=pipeline")
-    shutil.rmtree(run / "checkpoints" / f"step-{STEPS:08}")
-    shutil.rmtree(run / "model")
-    run_task(tmp_path, policy, sums, task, 2, *saves, "strategy=ddp")
-    assert [line["reward"] for line in lines(run)] == [line["reward"] for line in lines(single("gspo"))]
+    for strategy, steps in (("pipeline", STEPS // 2), ("ddp", STEPS)):
+        layout = (f"strategy={strategy}", "checkpoint.every=2", f"train.max_steps={steps}")
+        run = run_task(tmp_path, policy, sums, task, 2, *own, *layout)
     # The reference is the model of the first start.
-    kl = [line["kl"] for line in lines(single("gspo"))]
-    assert [line["kl"] for line in lines(run)] == pytest.approx(kl, rel=1e-4, abs=1e-6)
-    assert trl_runs.difference(weights(run), weights(single("gspo"))) < 1e-5
+    check_same(run, single("gspo"))
     assert [line["step"] for line in read_lines(run / "rollouts.jsonl")] == sorted(
         step for step in range(1, STEPS + 1) for _ in range(2 * policy_runs.ANSWERS)
     )
