@@ -22,7 +22,6 @@ from hfdist.strategies.gradients.reduction import local_tensor
 from hfdist.strategies.pipelines.fsdp import PipelineFsdpEngine
 from hfdist.strategies.pipelines.pipeline import PipelineEngine
 from hfdist.testing import RankFailed, run_ranks
-from tests.marks import many
 from tests.zoo.models import tiny_batch, tiny_model
 from tests.zoo.sharding import packed
 from tests.zoo.splitting import compare_gradients, compare_losses, run_whole
@@ -237,11 +236,13 @@ REDUCE = PipelineFsdpEngine._reduce_gradients
 SHARED = {"tied": Case("gpt2")}
 
 
+@pytest.mark.many
 def test_gradients_that_are_added_up_twice_show(monkeypatch):
     monkeypatch.setattr(PipelineFsdpEngine, "_reduce_gradients", counted_twice)
     assert max(of_rank["tied"] for of_rank in run_ranks(run_cases, NUM_RANKS, SHARED)) > 0.1
 
 
+@pytest.mark.many
 def test_what_an_evaluation_leaves_gathered_shows(monkeypatch):
     monkeypatch.setattr(ShardedEngine, "_reshard", lambda *_: None)
     with pytest.raises(RankFailed, match="check_sharded"):
@@ -278,12 +279,13 @@ def run_spoilt(spoil, name):
     return run_case((CASES | MORE_CASES)[name])
 
 
+@pytest.mark.many
 @pytest.mark.parametrize(
     "spoil",
     [
         sum_of_partial_gradients_forgotten,
-        many(tensor_ranks_counted_into_the_loss),
-        many(whole_parameters_counted_on_each_tensor_rank),
+        tensor_ranks_counted_into_the_loss,
+        whole_parameters_counted_on_each_tensor_rank,
     ],
 )
 def test_a_mistake_shows(spoil):
@@ -291,30 +293,34 @@ def test_a_mistake_shows(spoil):
     assert max(run_ranks(run_spoilt, NUM_RANKS, spoil, "tensor, untied, over and over")) > 1e-4
 
 
+@pytest.mark.many
 def test_blocks_that_are_computed_again_need_their_sequence():
     with pytest.raises(RankFailed, match="size of tensor"):
         run_ranks(run_spoilt, NUM_RANKS, blocks_without_their_sequence, "context by gathering, recomputed")
 
 
-def refused(model_type, layout):
-    model = tiny_model(model_type)
-    if layout.get("sharding") == "fsdp2":
-        model.scale = torch.nn.Parameter(torch.tensor(1.0))
-    with pytest.raises(ConfigError) as caught:
-        hfdist.make_strategy(pipeline=2, global_batch_size=8, **layout).build(model)
-    return caught.value.where, caught.value.found
+REFUSED = [
+    ("llama", FSDP, "scale", "shape []"),
+    ("llama", FSDP | {"prefetch": 1}, "make_strategy(prefetch)", "1"),
+    # Of the model that is split, a small one is tried.
+    ("bloom", CONTEXT, "strategy.context", "differs by"),
+]
 
 
-@pytest.mark.parametrize(
-    ("model_type", "layout", "where", "found"),
-    [
-        ("llama", FSDP, "scale", "shape []"),
-        ("llama", FSDP | {"prefetch": 1}, "make_strategy(prefetch)", "1"),
-        # Of the model that is split, a small one is tried.
-        ("bloom", CONTEXT, "strategy.context", "differs by"),
-    ],
-)
-def test_what_would_be_wrong_is_refused_on_all_ranks(model_type, layout, where, found):
-    for place, value in run_ranks(refused, NUM_RANKS, model_type, layout):
-        assert place == where
-        assert found in str(value)
+def refused():
+    found = []
+    for model_type, layout, *_ in REFUSED:
+        model = tiny_model(model_type)
+        if layout.get("sharding") == "fsdp2":
+            model.scale = torch.nn.Parameter(torch.tensor(1.0))
+        with pytest.raises(ConfigError) as caught:
+            hfdist.make_strategy(pipeline=2, global_batch_size=8, **layout).build(model)
+        found.append((caught.value.where, str(caught.value.found)))
+    return found
+
+
+def test_what_would_be_wrong_is_refused_on_all_ranks():
+    for of_rank in run_ranks(refused, NUM_RANKS):
+        for (place, value), (*_, where, found) in zip(of_rank, REFUSED, strict=True):
+            assert place == where
+            assert found in value

@@ -14,6 +14,7 @@ from hfdist.records import RunFolder
 from hfdist.run.callbacks.metrics import TimelineWriter
 from hfdist.testing import run_ranks
 from tests.distributed.trainers import on_ranks
+from tests.marks import many
 
 pytestmark = pytest.mark.distributed
 
@@ -148,9 +149,15 @@ def train_frozen(folder, cases):
     return seen
 
 
-def test_frozen_lower_blocks_change_nothing_under_any_schedule(tmp_path):
-    # With three the first of two ranks has nothing to train; where it has a later stage as well, it has.
-    cases = [*((schedule.value, 3) for schedule in Schedule), ("1f1b", 2), ("zbv", 2)]
+# With three the first of two ranks has nothing to train; where it has a later stage as well, it has.
+FROZEN_CASES = [("auto", 3), ("interleaved_zero_bubble", 3), ("dualpipev", 3), ("1f1b", 2)]
+MORE_FROZEN_CASES = [*((schedule.value, 3) for schedule in Schedule), ("zbv", 2)]
+
+
+@pytest.mark.parametrize(
+    "cases", [FROZEN_CASES, many([case for case in MORE_FROZEN_CASES if case not in FROZEN_CASES])]
+)
+def test_frozen_lower_blocks_change_nothing_under_any_schedule(tmp_path, cases):
     reference = run_ranks(train_frozen, 1, tmp_path, [(None, 2), (None, 3)], group=False)[0]
     for ours in run_ranks(train_frozen, 2, tmp_path, cases):
         for case, lines in ours.items():

@@ -29,7 +29,8 @@ TEACHER = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4,
         # Its backward holds most, if the optimizer's step holds no more than shares.
         # Without its buckets of 381 MiB the second rank holds 8 % more than the first.
         many(Cell(family="gpt2", size="state", layout="zero2"), 0.03),
-        (Cell(family="llama", size="blocks", layout="fsdp2"), 0.01),
+        (Cell(family="llama", size="activations", layout="fsdp2", recomputes=True), 0.01),
+        many(Cell(family="llama", size="blocks", layout="fsdp2"), 0.01),
         many(Cell(family="llama", size="blocks", layout="fsdp2 x4"), 0.01),
         many(Cell(family="llama", size="activations", layout="1f1b"), BOUND),
     ],

@@ -157,8 +157,7 @@ def measured(request: pytest.FixtureRequest) -> dict[str, Counter[str]]:
 
 
 # test_traffic.py counts more of them, beside closed forms.
-ALWAYS = ("zero2", "tensor, tokens shared", "tensor, outputs gathered", "context, gather", "expert", "pipeline, tied",
-          "fsdp2, muon")  # fmt: skip
+ALWAYS = ("zero2", "tensor, tokens shared", "context, gather", "expert", "pipeline, tied", "fsdp2, muon")
 
 
 @pytest.mark.parametrize("name", [name if name in ALWAYS else many(name) for name in CASES])

@@ -48,7 +48,7 @@ def test_the_first_step_of_hidden_matrices_is_shorter_and_no_others(tmp_path):
         many("zero1", 2),
         many("pipeline", 2),
         many("zero3", 2),
-        ("fsdp2", 2),
+        many("fsdp2", 2),
         many("tensor", 2),
         many("pipeline_zero1", 4),
     ],

@@ -102,7 +102,7 @@ def weights_of(folder):
 
 def test_experts_without_tokens_on_some_rank(models, tmp_path):
     [single] = run_ranks(train, 1, tmp_path / "single", models, {}, group=False)
-    ranks = run_ranks(train, 4, tmp_path / "ranks", models, ZERO3, timeout_seconds=90)
+    ranks = run_ranks(train, 2, tmp_path / "ranks", models, ZERO3, timeout_seconds=90)
     for model_type, (reference, _) in single.items():
         assert len(reference) == NUM_STEPS
         reached = [of_rank[model_type][1] for of_rank in ranks]
