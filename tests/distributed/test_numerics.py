@@ -24,7 +24,7 @@ pytestmark = pytest.mark.distributed
 SAVING = ("checkpoint=default", "checkpoint.every=3", "train.max_steps=13", "train.micro_batch_size=2")
 
 LAYOUTS = [
-    *(("single", 1), ("ddp", 2), many("zero3", 2), many("tensor", 2)),
+    *(many("single", 1), ("ddp", 2), many("zero3", 2), many("tensor", 2)),
     *(("pipeline", 2), many("pipeline_zero1", 4)),
 ]
 

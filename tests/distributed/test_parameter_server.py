@@ -2,6 +2,7 @@
 
 import json
 import re
+from functools import cache
 
 import pytest
 import torch
@@ -39,36 +40,51 @@ def of_both(folders):
     return [sum(both) / 2 for both in zip(*map(losses, folders), strict=True)]
 
 
+SAVING = ("checkpoint=default", "checkpoint.every=3", "checkpoint.background=false")
+
+
 @pytest.fixture(scope="module")
 def of_ddp(tmp_path_factory, imported, reads_little):
-    return pretrain(tmp_path_factory.mktemp("ddp") / "run", 2, "strategy=ddp", *BOTH)
+    return pretrain(tmp_path_factory.mktemp("ddp") / "run", 2, "strategy=ddp", *BOTH, *SAVING)
+
+
+@pytest.fixture(scope="module")
+def islands_of(tmp_path_factory, imported, reads_little):
+    """Folders of two islands of a layout, with a server that nothing happens to."""
+
+    @cache
+    def run(layout):
+        num_ranks = 1 if layout == "single" else 2
+        return run_islands(tmp_path_factory.mktemp(layout), 2, num_ranks, f"strategy={layout}", *EACH, *SAVING)
+
+    return run
 
 
 # A checkpoint of fsdp2 is looked at below.
 @pytest.mark.parametrize("layout", ["single", *map(many, ["ddp", "zero1", "zero3", "fsdp2", "tensor", "pipeline"])])
-def test_a_synchronous_server_is_ddp(tmp_path, of_ddp, layout):
-    folders = run_islands(tmp_path, 2, 1 if layout == "single" else 2, f"strategy={layout}", *EACH)
+def test_a_synchronous_server_is_ddp(islands_of, of_ddp, layout):
+    folders = islands_of(layout)
     assert of_both(folders) == pytest.approx(losses(of_ddp), rel=1e-5)
     assert eval_losses(folders[0]) == pytest.approx(eval_losses(of_ddp), rel=1e-5)
     assert difference(weights(folders[0]), weights(of_ddp)) < 1e-5
     assert difference(weights(folders[0]), weights(folders[1])) == 0
 
 
-SAVING = ("checkpoint=default", "checkpoint.every=3", "checkpoint.background=false")
-
-
-@pytest.mark.parametrize(("num_ranks", "layout"), [(1, "single"), many(2, "zero1")])
+@pytest.mark.many  # where a shard is killed, below, both islands die, too
+@pytest.mark.parametrize(("num_ranks", "layout"), [(1, "single"), (2, "zero1")])
 def test_a_killed_job_goes_on_as_if_nothing_had_been(tmp_path, num_ranks, layout):
     goes_on_as_if_nothing_had_been(tmp_path, num_ranks, die_at(5), f"strategy={layout}", *EACH, *SAVING)
 
 
 @pytest.mark.parametrize(("num_ranks", "layout"), [(1, "single"), many(2, "fsdp2"), many(2, "tensor")])
-def test_shards_step_as_one_server_and_a_killed_one_ends_all_islands(tmp_path, num_ranks, layout, monkeypatch):
+def test_shards_step_as_one_server_and_a_killed_one_ends_all_islands(
+    tmp_path, islands_of, num_ranks, layout, monkeypatch
+):
     """They end with one message, and others go on from what they have saved with another number of shards."""
+    whole = islands_of(layout)
     # The embedding is cut.
     monkeypatch.setattr(cuts, "CUT_ELEMENTS", 5000)
     keys = (*EACH, *SAVING, f"strategy={layout}")
-    whole = run_islands(tmp_path / "whole", 2, num_ranks, *keys)
     folders = [tmp_path / f"island-{index}" for index in range(2)]
 
     def run(address, num_shards, *at_starts):
@@ -106,20 +122,18 @@ def state_of(run):
     return tensors | {f"{name}/step": torch.tensor(float(value)) for name, value in steps.items()}
 
 
-def test_a_checkpoint_holds_what_that_of_ddp_does(tmp_path):
-    folders = run_islands(tmp_path, 2, 2, "strategy=fsdp2", *EACH, *SAVING)
-    ddp = pretrain(tmp_path / "ddp", 2, "strategy=ddp", *BOTH, *SAVING)
-    assert difference(state_of(folders[0]), state_of(ddp)) < 1e-5
+def test_a_checkpoint_holds_what_that_of_ddp_does(islands_of, of_ddp):
+    folders = islands_of("fsdp2")
+    assert difference(state_of(folders[0]), state_of(of_ddp)) < 1e-5
     with pytest.raises(RankFailed, match="knows its own share of the data only"):
         pretrain(folders[0], 1, *BOTH, "checkpoint.allow_changes=true")
 
 
 def test_islands_begin_at_a_checkpoint_of_ddp_and_train_what_it_would(tmp_path, of_ddp):
-    before = pretrain(tmp_path / "before", 2, "strategy=ddp", *BOTH, *SAVING)
-    start = (f"checkpoint.resume={before}/checkpoints/step-00000003", "checkpoint.allow_changes=true")
+    start = (f"checkpoint.resume={of_ddp}/checkpoints/step-00000003", "checkpoint.allow_changes=true")
     folders = run_islands(tmp_path, 2, 1, *EACH, *start)
     assert difference(weights(folders[0]), weights(folders[1])) == 0
-    assert of_both(folders)[-1] == pytest.approx(losses(before)[-1], rel=0.05)
+    assert of_both(folders)[-1] == pytest.approx(losses(of_ddp)[-1], rel=0.05)
 
 
 @pytest.mark.parametrize("staleness", [many("0"), "1", many("null")])

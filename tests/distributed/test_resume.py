@@ -24,9 +24,9 @@ DROPOUT = ("model.config.attention_dropout=0.1",)
 # Other layouts go on in test_layout_changes.py, from each other and without dropout.
 LAYOUTS = [
     ("single", 1, "fp16"),
-    # Bit by bit in test_checkpoint_zero.py.
+    # ZeRO bit by bit in test_checkpoint_zero.py.
     many("zero2", 2, "bf16"),
-    ("zero3", 2, "fp32"),
+    many("zero3", 2, "fp32"),
     # What tensor ranks draw is in test_tensor.py.
     many("tensor", 2, "fp32"),
     ("pipeline", 2, "fp32"),
