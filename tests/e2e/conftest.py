@@ -5,6 +5,6 @@ import pytest
 
 @pytest.fixture(scope="module", autouse=True)
 def reads_little(request):
-    # There, forked commands and fresh processes leave files that are compared.
-    if not request.module.__name__.endswith("test_launch"):
+    # There, what forked commands and fresh processes have trained is compared.
+    if not request.module.__name__.endswith(("test_launch", "test_sweep")):
         request.getfixturevalue("short_library")

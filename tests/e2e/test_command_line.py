@@ -11,6 +11,7 @@ import pytest
 import yaml
 
 from hfdist.config.cli.process_end import RANK_0_PRINTS_SECONDS
+from tests.marks import many
 
 pytestmark = pytest.mark.e2e
 
@@ -66,12 +67,12 @@ def watched(tmp_path):
     ("arguments", "words"),
     [
         (["--help"], ["strategy: 3d, ddp, fsdp2", "+experiment=demo", "optimizer:", "--config-dir", "conf/"]),
-        (["--cfg", "job", "--resolve", "--package", "run"], ["dir: runs/pretrain"]),
+        many(["--cfg", "job", "--resolve", "--package", "run"], ["dir: runs/pretrain"]),
         (
             ["--cfg", "job", "model.config.x=1", "experiment=demo", "data.sources.a.path=/x", "run.name=1e5"],
             ["    x: 1", "max_steps: ", "dir: runs/${run.name}", "path: /x", "name: '1e5'"],
         ),
-        (["--info", "defaults"], ["model/small", "run_schema"]),
+        many(["--info", "defaults"], ["model/small", "run_schema"]),
     ],
 )
 def test_questions_are_answered_quickly_without_torch(arguments, words, tmp_path, watched):
@@ -103,8 +104,8 @@ def test_a_typo_is_one_message_and_exit_code_2(tmp_path, watched):
 @pytest.mark.parametrize(
     ("arguments", "where"),
     [
-        (["data=no/such.jsonl"], "data.sources.files.path"),
-        (["strategy=zero2"], "strategy.data"),
+        many(["data=no/such.jsonl"], "data.sources.files.path"),
+        many(["strategy=zero2"], "strategy.data"),
         (["model=hub", "model.name=./none"], "model.name"),
     ],
 )

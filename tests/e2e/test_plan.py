@@ -11,15 +11,15 @@ import pytest
 from tests.e2e.forked import end, run_script, start_forked
 from tests.e2e.test_command_line import RECIPE
 
-# Weights, gradients and the optimizer's state of a large vocabulary: 0.8 GiB, and little to compute.
+# Weights, gradients and the optimizer's state of a large vocabulary: 0.4 GiB, and little to compute.
 LARGE = (
-    "model=tiny", "model.config.vocab_size=100000", "model.config.tie_word_embeddings=false",
+    "model=tiny", "model.config.vocab_size=50000", "model.config.tie_word_embeddings=false",
     "model.config.hidden_size=256", "model.config.intermediate_size=64",
     "data.sequence_length=32", "data.workers=0", "data.eval_sequences=1", "train.max_steps=3",
     "train.global_batch_size=1", "train.micro_batch_size=1", "data.lanes=1", "optimizer.warmup_steps=1",
     "checkpoint=none", "report=quiet", "report.plan=true",
 )  # fmt: skip
-NEEDED_BYTES = 4 * 4 * 2 * 100_000 * 256
+NEEDED_BYTES = 4 * 4 * 2 * 50_000 * 256
 
 
 def run_limited(more_bytes, *arguments):

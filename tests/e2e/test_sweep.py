@@ -9,13 +9,15 @@ import time
 
 import pytest
 
+from hfdist import __main__ as main
 from hfdist.records import RunFolder, read_lines
 from hfdist.records.trials import TrialLog
+from tests.e2e.forked import run_forked
 
 pytestmark = pytest.mark.e2e
 
 TINY = ("model=tiny", "train.global_batch_size=4", "train.micro_batch_size=2", "data.sequence_length=64",
-        "data.workers=0", "data.eval_sequences=8", "report.plot=false")  # fmt: skip
+        "data.workers=0", "data.eval_sequences=8", "report=quiet")  # fmt: skip
 
 
 def hfdist(folder, *arguments):
@@ -33,9 +35,8 @@ def train_again(folder, said):
     """Follow what a sweep says in its end, and give the run folder."""
     (again,) = [line for line in said.splitlines() if line.endswith("# trains the best one again")]
     words = shlex.split(again.removeprefix("  hfdist "), comments=True)
-    replay = hfdist(folder, *words)
-    _, problem = replay.communicate(timeout=120)
-    assert replay.returncode == 0, problem
+    replay = run_forked(*words, cwd=folder, script=main.__file__)
+    assert replay.returncode == 0, replay.stderr
     return (folder / words[-1]).parent / "best"
 
 
