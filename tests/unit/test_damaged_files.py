@@ -77,6 +77,7 @@ def whole(tmp_path_factory):
     get_peft_model(model, LoraConfig(r=2, target_modules=["q_proj"], task_type="CAUSAL_LM")).save_pretrained(
         folder / "adapter"
     )
+    assert outcome(lambda: open_all(folder)) == "opened"
     return folder
 
 
@@ -107,8 +108,8 @@ def outcome(do):
 
 
 TIMES = {
-    "model/config.json": 12, "model/generation_config.json": 3, "model/tokenizer.json": 5,
-    "model/tokenizer_config.json": 5, "model/model.safetensors.index.json": 5, "adapter/adapter_config.json": 8,
+    "model/config.json": 6, "model/generation_config.json": 1, "model/tokenizer.json": 3,
+    "model/tokenizer_config.json": 3, "model/model.safetensors.index.json": 3, "adapter/adapter_config.json": 4,
 }  # fmt: skip
 
 
@@ -119,7 +120,6 @@ def test_a_damaged_file_is_one_message(tmp_path, whole, file, times, monkeypatch
     shutil.copytree(whole, tmp_path / "here")
     path, choose, found = tmp_path / "here" / file, random.Random(file), {"refused": 0, "opened": 0}
     text = path.read_text()
-    assert outcome(lambda: open_all(tmp_path / "here")) == "opened"
     for _ in range(times):
         path.write_text(damaged(text, choose), encoding="utf-8", errors="surrogateescape")
         what = outcome(lambda: open_all(tmp_path / "here"))

@@ -144,7 +144,7 @@ def test_two_neighbours_take_a_share_with_them(story):
     assert "parts are nowhere; damaged: none" in why
 
 
-@pytest.mark.parametrize("machines", [many((0, 2)), (2, 0, 5, 5), (1, 1), many((2, 2, 2, 2, 0, 7))])
+@pytest.mark.parametrize("machines", [many((0, 2)), (2, 0, 5, 5), many((1, 1)), many((2, 2, 2, 2, 0, 7))])
 def test_other_ranks_on_other_machines_read_it(story, machines):
     for machine in {0, 1, 2} - {*machines}:
         if machine != 1:
@@ -156,7 +156,12 @@ def test_other_ranks_on_other_machines_read_it(story, machines):
 
 @pytest.mark.parametrize(
     ("name", "place"),
-    [(MODEL, -1), (MODEL, 9), ("training_state/state.json", 20), ("training_state/rng-00001.safetensors", -1)],
+    [
+        (MODEL, 9),
+        ("training_state/rng-00001.safetensors", -1),
+        many(MODEL, -1),
+        many("training_state/state.json", 20),
+    ],
 )
 def test_a_bit_that_flips_is_found_and_the_other_copy_used(story, name, place):
     flip(*replicas_of(story, 1), name, place)
@@ -178,7 +183,7 @@ def test_a_bit_in_both_copies_is_the_end_of_a_replica(story):
     ("file", "change"),
     [
         ("held.json", lambda path: path.write_text("{")),
-        ("manifest.json", lambda path: path.unlink()),
+        many("manifest.json", lambda path: path.unlink()),
         many("held.json", lambda path: path.unlink()),
         many("manifest.json", lambda path: path.write_text("{")),
     ],
@@ -236,7 +241,7 @@ def test_a_copy_of_a_run_has_no_replicas(story, tmp_path):
     assert read(story) == (2, [])
 
 
-@pytest.mark.parametrize("in_background", [True, False])
+@pytest.mark.parametrize("in_background", [True, many(False)])
 def test_one_machine_needs_one_copy(tmp_path, in_background):
     write(tmp_path, (0, 0), (1, 2), in_background)
     (replica,) = replicas_of(tmp_path, 0)
@@ -329,7 +334,7 @@ def test_without_memory_for_one_rank_all_go_on_without_replicas(tmp_path):
     assert not list(tmp_path.rglob("*.tmp-*"))
 
 
-@pytest.mark.parametrize("in_background", [True, False])
+@pytest.mark.parametrize("in_background", [many(True), False])
 def test_without_its_folder_training_goes_on_without_replicas(tmp_path, in_background):
     def remove(step):
         if step == 2 and rank() == 0:

@@ -256,6 +256,7 @@ LINES = [
     "pretrain checkpoint.mirror=file:///tmp run.name=own run.dir=/tmp/own",
     "pretrain checkpoint.resume=s3://bucket/runs/step-00000001",
     "pretrain --offline checkpoint.mirror=s3://bucket/runs",
+    "pretrain --offline checkpoint.mirror=s3://bucket/runs run.name=own",
     "pretrain checkpoint.resume=Auto",
     "pretrain checkpoint.resume=nowhere",
     "finetune model=tiny data=chats.jsonl adapter=lora adapter.merge=false evaluate.lm_eval=[arc_easy]",

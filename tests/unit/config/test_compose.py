@@ -182,7 +182,7 @@ CHOICES = [
 
 
 # Experiments choose among these options, and their own values have the same types.
-TAKEN = ("demo", "arithmetic_grpo", "llama3_8b_lora")
+TAKEN = ("arithmetic_grpo", "llama3_8b_lora")
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ from hfdist.config.composition.compose import compose_config, to_yaml
 from hfdist.config.composition.other_trainers import OVERRIDES, REASONS
 from hfdist.config.schema import all_keys, find_key
 from hfdist.errors import HfdistError
+from tests.marks import many
 from tests.unit.config.hint_chains import Chains
 from tests.unit.config.mistaken_lines import LINES
 
@@ -68,7 +69,7 @@ def make_files(folder):
 
 @pytest.fixture(scope="module")
 def followed(tmp_path_factory):
-    """What is wrong with the hints of each line, and the places that have made the messages."""
+    """The chains of hints, each followed once in a folder with all files, and the places that have made messages."""
     places = set()
 
     before = HfdistError.__init__
@@ -86,12 +87,16 @@ def followed(tmp_path_factory):
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(folder)
         patch.setattr(HfdistError, "__init__", note)
-        chains = Chains()
-        return [problem for line in LINES for problem in chains.failures(line)], places
+        yield Chains(), places
 
 
-def test_each_proposal_of_each_hint_leads_to_a_config_that_passes(followed):
-    problems, _ = followed
+PARTS_OF_LINES = 6
+
+
+@pytest.mark.parametrize("part", [0, *map(many, range(1, PARTS_OF_LINES))])
+def test_each_proposal_of_each_hint_leads_to_a_config_that_passes(followed, part):
+    chains, _ = followed
+    problems = [problem for line in LINES[part::PARTS_OF_LINES] for problem in chains.failures(line)]
     assert not problems, "\n\n".join(problems)
 
 
@@ -122,7 +127,8 @@ CALLED = ("_near", "_hint_for_unknown", "_hint_for_value")
 
 def test_each_message_that_proposes_an_override_has_a_line(followed):
     """A new one joins the lines, or says in OTHERS why it cannot."""
-    _, places = followed
+    chains, places = followed
+    assert [line for line in LINES if chains.check(line) is None] == []
     missing = [
         f"{path.relative_to(CONFIG)}:{call.lineno} in {name}: {ast.unparse(call)[:100]}"
         for path, call, name in messages_with_overrides()

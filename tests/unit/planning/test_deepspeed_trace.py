@@ -9,6 +9,7 @@ from hfdist.errors import ConfigError
 from hfdist.models import find_architecture
 from hfdist.planning.tracing.memory import trace_rank, worst_rank
 from hfdist.strategies.deepspeed.buckets import rank_with_most_gradients
+from tests.marks import many
 
 
 def trace(*overrides, layers=1, world_size=2, device_type="cpu"):
@@ -61,7 +62,7 @@ def test_a_rank_keeps_whole_what_it_steps_in_part():
     assert rank_with_most_gradients([[6], [], [0]], 64) == 0
 
 
-@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+@pytest.mark.parametrize("precision", ["bf16", many("fp16")])
 def test_half_precision_halves_the_weights_of_zero(whole, precision):
     state = trace("strategy=zero2", f"train.precision={precision}").state
     assert state.weights == pytest.approx(whole.weights / 2, rel=0.02)
