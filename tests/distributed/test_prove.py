@@ -26,7 +26,7 @@ from tests.marks import many
 pytestmark = pytest.mark.distributed
 
 SMALL = ("model=tiny", "data.sequence_length=32", "data.workers=0", "train.global_batch_size=8",
-         "train.micro_batch_size=2", "optimizer.lr=3e-3", "optimizer.warmup_steps=20")  # fmt: skip
+         "train.micro_batch_size=2", "optimizer.lr=3e-3", "optimizer.warmup_steps=20", "report=quiet")  # fmt: skip
 TIED = "model.config.tie_word_embeddings=true"
 
 
@@ -179,20 +179,20 @@ def lose_the_float32_weights():
     register_optimizer_step_post_hook(step_in_bfloat16)
 
 
+OF_THE_FIRST_STEP = "loss, gradient norm, gradients of step 1, weights at the end, held-out loss"
+
+
+@pytest.mark.many  # one is always seen, below; what each figure shows is in tests/unit/test_parity.py
 @pytest.mark.parametrize(
     ("layout", "plant", "seen"),
     [
-        many("ddp", drop_a_micro_batch, "loss, gradient norm, gradients of step 1, weights at the end, held-out loss"),
-        many("ddp", halve_the_gradients, "gradient norm"),
-        # One that fails besides is below.
-        many(
-            "ddp", divide_by_own_targets, "loss, gradient norm, gradients of step 1, weights at the end, held-out loss"
-        ),
-        # That the figure is seen to be wrong is in tests/unit/test_parity.py.
-        many("ddp train.precision=bf16", lose_the_float32_weights, "share of bfloat16 weights"),
+        ("ddp", drop_a_micro_batch, OF_THE_FIRST_STEP),
+        ("ddp", halve_the_gradients, "gradient norm"),
+        ("ddp", divide_by_own_targets, OF_THE_FIRST_STEP),
+        ("ddp train.precision=bf16", lose_the_float32_weights, "share of bfloat16 weights"),
         ("zero2", lose_the_cursor, "loss after resuming, weights after resuming"),
-        many("pipeline", skip_the_sum_of_tied_gradients, "gradients of step 1"),
-        many("pipeline", lose_the_positions, "loss, gradient norm, gradients of step 1"),
+        ("pipeline", skip_the_sum_of_tied_gradients, "gradients of step 1"),
+        ("pipeline", lose_the_positions, "loss, gradient norm, gradients of step 1"),
     ],
 )
 def test_planted_mistakes_fail(tmp_path, cache_dir, layout, plant, seen):
@@ -205,12 +205,17 @@ def test_planted_mistakes_fail(tmp_path, cache_dir, layout, plant, seen):
     assert (tmp_path / "prove" / "layout").is_dir(), "what differs is left for a look at it"
 
 
-def test_a_failed_proof_ends_with_the_code_of_numerics(tmp_path, cache_dir, capfd):
-    codes = prove(tmp_path, 1, "strategy=single", plant=decay_nothing, start=as_command)
+@pytest.mark.parametrize(
+    ("plant", "seen"),
+    [(lose_the_cursor, "loss after resuming, weights after resuming"), many(decay_nothing, "weights at the end")],
+)
+def test_a_failed_proof_ends_with_the_code_of_numerics(tmp_path, cache_dir, capfd, plant, seen):
+    codes = prove(tmp_path, 1, "strategy=single", plant=plant, start=as_command)
     said = capfd.readouterr().err
     assert codes == [5]
     assert said.count("Numerics error") == 1
-    assert re.search(r"where: .*weights at the end", said)
+    assert re.search(rf"where: .*{seen}", said)
+    assert (tmp_path / "prove" / "layout").is_dir(), "what differs is left for a look at it"
 
 
 def test_the_run_on_one_process_says_why_it_failed(tmp_path, cache_dir, capfd):

@@ -17,7 +17,7 @@ from tests.e2e.forked import run_forked
 pytestmark = pytest.mark.e2e
 
 TINY = ("model=tiny", "train.global_batch_size=4", "train.micro_batch_size=2", "data.sequence_length=64",
-        "data.workers=0", "data.eval_sequences=8", "report.plot=false")  # fmt: skip
+        "data.workers=0", "data.eval_sequences=8", "report=quiet")  # fmt: skip
 
 
 def hfdist(folder, *arguments):

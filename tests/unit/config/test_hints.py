@@ -90,7 +90,7 @@ def followed(tmp_path_factory):
         yield Chains(), places
 
 
-PARTS_OF_LINES = 3
+PARTS_OF_LINES = 6
 
 
 @pytest.mark.parametrize("part", [0, *map(many, range(1, PARTS_OF_LINES))])

@@ -169,8 +169,12 @@ LAYOUTS = {
 }
 
 
-# A process alone, and what is shared and gathered by each axis at once; memory of the others is below.
-USUAL = ("strategy=single", "strategy=fsdp2 strategy.context=2", list(LAYOUTS)[-2])
+# One process, and each axis that divides or gathers. The memory of other layouts is compared below.
+USUAL = (
+    "strategy=single",
+    "strategy=fsdp2 strategy.context=2",
+    "strategy=fsdp2 strategy.tensor=4 strategy.sequence=true train.gradient_checkpointing=true",
+)
 
 
 @pytest.mark.parametrize(("overrides", "error"), [one if one[0] in USUAL else many(*one) for one in LAYOUTS.items()])
@@ -218,7 +222,7 @@ def measured_shape(name):
 STRATEGIES = ("ddp", "zero1", "zero2", "zero3", "fsdp2", "tensor", "pipeline")
 
 
-# Each once, with the kind in which ranks hold other shares of it.
+# Each layout but zero1 once, with one of the kinds of models.
 @pytest.mark.parametrize(
     ("shape", "strategy"),
     [

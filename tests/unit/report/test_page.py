@@ -198,7 +198,7 @@ NASTY = (None, True, -1, 1e308, 10**400, float("nan"), "x", [], [None], [{}], {}
 KINDS = ["record", "traffic", "planned", "metrics", "events", "ranks", "samples", "rollouts", "timeline"]
 
 
-# Each value in each kind of file, but not for each key.
+# By default each kind of file has each value, but not in each key.
 @pytest.mark.parametrize("every", [3, many(1)])
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_value_of_a_file_breaks_it(tmp_path, kind, every):
