@@ -249,6 +249,9 @@ def test_what_cannot_serve_is_refused_before_the_training(stub, policy, monkeypa
         stub.route = route
     monkeypatch.setenv("HFDIST_SERVER_KEY", f"{SECRET}!")
     assert "HTTP 401" in found().found
+    for key in (f"{SECRET}\nHost: other", f"{SECRET}\u00e9"):
+        monkeypatch.setenv("HFDIST_SERVER_KEY", key)
+        assert found().where == "task.server_key_variable"
     monkeypatch.delenv("HFDIST_SERVER_KEY")
     assert found().where == "task.server_key_variable"
     monkeypatch.setenv("HFDIST_SERVER_KEY", SECRET)
