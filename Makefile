@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo finetune test bench matrices zoo parity mesh layouts finetuning reinforcement environments distillation interruptions faults soak cluster jobs shares canary gpu gpus sweeps widths plan mutations coverage readme docs check format clean
+.PHONY: help setup demo finetune test bench matrices zoo parity mesh layouts finetuning reinforcement environments distillation interruptions faults soak cluster jobs ray shares canary gpu gpus sweeps widths plan mutations coverage readme docs check format clean
 
 help:  ## List the commands.
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 16
@@ -94,6 +94,11 @@ jobs: $(READY)  ## Check job files by the schemas of SkyPilot and AWS ParallelCl
 	$(PYTHON) -m venv build/jobs
 	build/jobs/bin/python -m pip install --quiet skypilot==0.14.1 aws-parallelcluster==3.16.1 "ray[default]==2.60.0"
 	$(BIN)/python -m proofs.job_peers $(CURDIR)/build/jobs/bin/python
+
+ray: $(READY)  ## Let two Ray actors be the generators of a run, kill one, and compare with ranks that answer (3 minutes).
+	$(PYTHON) -m venv build/ray
+	build/ray/bin/python -m pip install --quiet ray==2.60.0
+	$(BIN)/python -m proofs.ray_generators $(CURDIR)/build/ray/bin/python
 
 shares: $(READY)  ## Tokenize shares of a corpus as tasks of Ray and of datatrove, kill one, and compare with one process (5 minutes).
 	$(PYTHON) -m venv build/shares

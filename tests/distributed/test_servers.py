@@ -12,15 +12,23 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from hfdist.errors import PeerError
 from hfdist.records import RunFolder, read_lines
-from hfdist.testing import RankFailed
+from hfdist.testing import RankFailed, run_ranks
+from recipes.tune import main
 from tests.distributed import policy_runs
 from tests.distributed.policy_runs import each_once, trained_prompts
-from tests.distributed.preference_runs import GLOBAL_BATCH, STEPS, tune
+from tests.distributed.preference_runs import GLOBAL_BATCH, STEPS, make_config, tune
 from tests.distributed.remote_generators import free_port
 from tests.inference_servers import STUBS
 from tests.marks import many
+from tests.packages import install_package
 
 pytestmark = pytest.mark.distributed
+
+EVEN_SHARE = """
+def even_share(generations):
+    return [sum(letter in "02468" for letter in one.text) / max(1, len(one.text.split())) for one in generations]
+"""
+"""A reward: the share of even digits."""
 
 
 @pytest.fixture
@@ -120,3 +128,19 @@ def test_a_server_of_another_model_ends_the_run_with_its_reason(tmp_path, policy
     assert "; Peer lost: the server has refused; " in error.found
     assert "size mismatch of " in error.found
     assert trained_prompts(tmp_path / "run") == []
+
+
+@pytest.mark.many
+@pytest.mark.timeout(900)
+def test_it_learns_from_the_answers_of_two_servers(tmp_path, policy, sums, cache_dir, serve, monkeypatch):
+    install_package(tmp_path, monkeypatch, "digits", EVEN_SHARE, "hfdist.rewards", even_share="even_share")
+    ports = [serve("vllm")[1] for _ in range(2)]
+    addresses = ",".join(f"http://127.0.0.1:{port}" for port in ports)
+    own = ("task.rewards={even_share: 1.0}", "train.max_steps=24", "optimizer.lr=5e-3", "report.log_every=6")
+    addressed = f"task.server_addresses=[{addresses}]"
+    folder = tmp_path / "run"
+    config = make_config(folder, policy, sums, *overrides("vllm", ports[0], addressed, *own))
+    run_ranks(main.__wrapped__, 1, config, group=False, timeout_seconds=800)
+    rewards = [line["reward"] for line in lines_of(folder)]
+    assert rewards[-1] > rewards[0] + 0.2
+    assert trained_prompts(folder) == each_once(24)

@@ -62,11 +62,11 @@ def _check_address(task: TaskConfig) -> None:
 def _check_packages(config: RunConfig) -> None:
     """Check that the package is installed of each value that needs one besides hfdist's own."""
     precision, task = config.train.precision, config.task
-    generators = ("task.generators", task.generators, "0")
+    generators: tuple[str, object, str] = ("task.generators", task.generators, "0")
     if task.generators_port is not None:
         generators = ("task.generators_port", task.generators_port, "null")
     if task.server is not None:
-        generators = ("task.server", task.server.value, "null")
+        generators = ("task.server", task.server.value, "null task.server_addresses=[]")
     liger = "train.arguments.use_liger_kernel"
     needs = [
         (precision is Precision.fp8, "train.precision", precision.value, "torchao", "'torchao>=0.18,<0.19'", "bf16"),

@@ -182,7 +182,7 @@ REASONS = {
     "metric_for_best_model": "the held-out loss decides: evaluate.export=best checkpoint.keep_best=true",
     "overwrite_output_dir": "nothing is overwritten: another run.name begins anew",
     "importance_sampling_level": "task.loss=gspo compares whole answers, as task=rloo does; other losses: tokens",
-    "use_vllm": "hfdist draws answers itself; task.generators=1 does it beside the ranks",
+    "use_vllm": "task.server=vllm task.server_addresses=[http://127.0.0.1:8000]; task.generators=1 needs no server",
     "wandb_entity": "report.to=[wandb], and WANDB_ENTITY=... in the environment",
     **dict.fromkeys(
         ("nnodes", "num_nodes", "num_machines", "node_rank", "machine_rank", "master_addr", "main_process_ip"),

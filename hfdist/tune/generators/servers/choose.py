@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 
 from hfdist.config.run import RunConfig
 from hfdist.config.task import InferenceServer
@@ -15,6 +16,8 @@ from hfdist.tune.generators.servers.sglang import SGLang
 from hfdist.tune.generators.servers.vllm import Vllm
 
 _WHERE = "task.server_addresses"
+_KEY = r"[!-~]+"
+"""What a key is: a header can hold it, and no line begins in it."""
 FAILURES = (NoAnswerError, StatusError, NotAMessageError)
 """What a server can do besides answering."""
 
@@ -40,9 +43,10 @@ def open_server(config: RunConfig, address: str, limits: GenerationLimits | None
 def check_servers(config: RunConfig) -> None:
     """Ask each server what it is; ConfigError: one does not answer, or cannot serve this run."""
     variable = config.task.server_key_variable
-    if variable is not None and not os.environ.get(variable):
+    key = "" if variable is None else os.environ.get(variable, "")
+    if variable is not None and re.fullmatch(_KEY, key) is None:
         raise ConfigError(
-            "this variable has no key of the servers",
+            "this variable has no key of the servers" if not key else "a key has letters, digits and signs alone",
             where="task.server_key_variable",
             found=variable,
             allowed="a variable of the environment that is set",
