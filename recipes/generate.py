@@ -1,4 +1,4 @@
-"""Answer the prompts of a run on another machine (task=grpo, task=rloo).
+"""Answer the prompts of a run on another machine (task=grpo, task=rloo, task=ppo).
 
 python recipes/generate.py join=HOST:29700
 """

@@ -69,15 +69,15 @@ def whiten(advantages: Sequence[torch.Tensor], trains: Sequence[torch.Tensor], *
         data_rank: of this process; ranks with the same one have the same batches.
     """
     own = torch.cat([values[which] for values, which in zip(advantages, trains, strict=True)]).double()
-    count, total = map(sum, zip(*_of_data_ranks([len(own), own.sum().item()], data_rank), strict=True))
+    count, total = _add_up([len(own), own.sum().item()], data_rank)
     mean = total / max(count, 1)
-    [[*squares]] = zip(*_of_data_ranks([(own - mean).square().sum().item()], data_rank), strict=True)
+    [squares] = _add_up([(own - mean).square().sum().item()], data_rank)
     # One token alone has no variance.
-    scale = (sum(squares) / max(count - 1, 1) + _SMALLEST) ** -0.5
+    scale = (squares / max(count - 1, 1) + _SMALLEST) ** -0.5
     return [torch.where(which, (values - mean) * scale, 0) for values, which in zip(advantages, trains, strict=True)]
 
 
-def _of_data_ranks(numbers: list[float], data_rank: int) -> list[list[float]]:
-    """Give the numbers of each data rank, in their order, so that the sums are the same on all. A collective."""
-    found = dict(gather_json([data_rank, numbers]))
-    return [found[one] for one in sorted(found)]
+def _add_up(numbers: list[float], data_rank: int) -> list[float]:
+    """Add up numbers of data ranks, in one order, so that all ranks have the same sums. A collective."""
+    of_ranks = dict(gather_json([data_rank, numbers]))
+    return [sum(column) for column in zip(*(of_ranks[one] for one in sorted(of_ranks)), strict=True)]

@@ -44,7 +44,10 @@ def test_losses_and_weights_are_those_of_a_plain_program(single, tmp_path, polic
 
 @pytest.mark.parametrize(
     ("strategy", "num_ranks"),
-    [*(many(one, 2) for one in ("ddp", "zero3", "tensor")), many("3d train.micro_batch_size=1", 8)],
+    [
+        *(many(one, 2) for one in ("ddp", "ddp task.generators=1 task.max_staleness=0", "zero3", "tensor")),
+        many("3d train.micro_batch_size=1", 8),
+    ],
 )
 def test_a_layout_changes_nothing(single, tmp_path, policy, sums, strategy, num_ranks):
     run = tune(tmp_path / "run", policy, sums, num_ranks, *OWN, *f"strategy={strategy}".split())

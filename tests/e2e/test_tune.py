@@ -28,6 +28,7 @@ TASKS = {
     "reward": ("dpo", "fsdp2", ()),
     "grpo": ("grpo", "ddp", REWARD),
     "rloo": ("grpo", "zero3", REWARD),
+    "ppo": ("grpo", "fsdp2", (REWARD[0], REWARD[2])),
     "online_dpo": ("grpo", "tensor", REWARD),
 }
 

@@ -22,9 +22,9 @@ from hfdist.processes.stop_signals import heard_signals
 from hfdist.tune.generators.scratch import scratch_folder
 
 _HELP = f"""\
-Answer the prompts of a run on another machine (task=grpo, task=rloo), while that trains. The run sends its settings,
-its model and the weights of each step that it publishes. This process may be ended at any moment: others get its
-prompts.
+Answer the prompts of a run on another machine (task=grpo, task=rloo, task=ppo), while that trains. The run sends its
+settings, its model and the weights of each step that it publishes. This process may be ended at any moment: others get
+its prompts.
 
 hfdist grpo task.generators_port=29700 ...       the run; with task.generators=N, processes of its own help
 hfdist generate join=HOST:29700                  once for each GPU, with CUDA_VISIBLE_DEVICES

@@ -28,6 +28,7 @@ def tune(*overrides):
         ("reward", RowFormat.preference, Packing.best_fit),
         ("grpo", RowFormat.prompt_completion, Packing.none),
         ("rloo", RowFormat.prompt_completion, Packing.none),
+        ("ppo", RowFormat.prompt_completion, Packing.none),
         ("online_dpo", RowFormat.prompt_completion, Packing.none),
         ("causal_lm", RowFormat.auto, Packing.best_fit),
         ("distill", RowFormat.auto, Packing.best_fit),
@@ -38,7 +39,7 @@ def tune(*overrides):
     ],
 )
 def test_a_task_says_what_it_reads(task, row_format, packing):
-    own = {"grpo": REWARDED, "rloo": REWARDED, "online_dpo": REWARDED, "distill": TAUGHT}.get(task, ())
+    own = {"distill": TAUGHT}.get(task, REWARDED if TaskName[task].traits.is_reinforcement else ())
     data = tune(f"task={task}", *own).data
     assert (data.format, data.packing) == (row_format, packing)
 
@@ -87,6 +88,9 @@ REFUSED = {
     "task.max_turns": ("task=grpo", *REWARDED, "task.max_turns=3"),
     "task.environment_url": ("task=grpo", *REWARDED, "task.environment=openenv"),
     "task.off_policy_mask_threshold": ("task=rloo", *REWARDED, "task.off_policy_mask_threshold=0.5"),
+    "task.num_generations": ("task=rloo", *REWARDED, "task.num_generations=1"),
+    "task.gamma": ("task=grpo", *REWARDED, "task.gamma=0.9"),
+    "strategy.sequence": ("task=ppo", *REWARDED, "strategy.tensor=2", "strategy.sequence=true"),
     "task.top_k": ("task=distill", *TAUGHT, "task.top_k=5"),
     "task.trained_prompts": ("task=grpo", *REWARDED, "train.global_batch_size=8", "task.trained_prompts=9"),
     "task.ref_model_sync_steps": ("task=grpo", *REWARDED, "task.ref_model_sync_steps=2"),
