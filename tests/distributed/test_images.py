@@ -144,6 +144,16 @@ def test_parts_are_frozen_by_their_names(models, rows, tmp_path, cache_dir):
 
 
 @pytest.mark.many
+@pytest.mark.parametrize("schedule", ["interleaved_1f1b", "interleaved_zero_bubble", "zbv", "dualpipev"])
+@pytest.mark.parametrize("family", ["gemma3", "qwen3_vl"])
+def test_stages_of_one_rank_read_images_once(rows, tmp_path, cache_dir, family, schedule):
+    model = save_model(family, tmp_path / "model", num_blocks=4)
+    reference = finetune(tmp_path / "single", model, rows, 1)
+    how = ("strategy=pipeline", f"strategy.schedule={schedule}")
+    check_equal(finetune(tmp_path / "run", model, rows, 2, *how), reference)
+
+
+@pytest.mark.many
 def test_a_pipeline_goes_on_where_one_process_stopped(single, models, rows, tmp_path):
     shared = ("checkpoint=default", "checkpoint.every=2")
     finetune(tmp_path, models("llava"), rows, 2, "strategy=pipeline", *shared, "train.max_steps=2")
