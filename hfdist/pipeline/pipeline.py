@@ -167,7 +167,7 @@ def _signature(microbatch: Microbatch, images: ImageBatch | None) -> tuple[str, 
 
     Whether it has images decides through what gradients flow; their sizes decide shapes of features alone.
     """
-    of_images = frozenset() if images is None else images.names
+    of_images: frozenset[str] = frozenset() if images is None else images.names
     has_features = images is not None and bool(images.features)
     parts = []
     with microbatch as batch:
