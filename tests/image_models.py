@@ -179,9 +179,9 @@ def _template(image: str, *, takes_text: bool) -> str:
     )
 
 
-def make_model(family: str, processor: Any) -> Any:
-    """Make the model of a type with random weights, none of which are zeros."""
-    text = {**_TEXT, "vocab_size": len(processor.tokenizer) + 3}
+def make_model(family: str, processor: Any, *, num_blocks: int = 2) -> Any:
+    """Make the model of a type with random weights, none of which are zeros; `num_blocks`: of its language model."""
+    text = {**_TEXT, "vocab_size": len(processor.tokenizer) + 3, "num_hidden_layers": num_blocks}
     ids = {name: getattr(processor.tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
     config = FAMILIES[family].config(processor, text | ids)
     torch.manual_seed(0)
@@ -193,10 +193,10 @@ def make_model(family: str, processor: Any) -> Any:
     return model
 
 
-def save_model(family: str, folder: Path) -> Path:
+def save_model(family: str, folder: Path, *, num_blocks: int = 2) -> Path:
     """Write a folder with the model and its processor's files; gives the folder."""
     processor = make_processor(family)
-    make_model(family, processor).save_pretrained(folder)
+    make_model(family, processor, num_blocks=num_blocks).save_pretrained(folder)
     processor.tokenizer.save_pretrained(folder)
     processor.image_processor.save_pretrained(folder)
     values = {name: value for name, value in vars(processor).items() if name in _SAVED}

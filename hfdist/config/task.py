@@ -584,7 +584,7 @@ class TaskConfig:
     """generators: address of rank 0's machine to listen at; null: all with HFDIST_ISLANDS_SECRET, 127.0.0.1 without."""
 
     server: InferenceServer | None = None
-    """grpo, rloo: vllm | sglang: what answers prompts in place of generators; null: no server."""
+    """grpo, rloo, ppo: vllm | sglang: what answers prompts in place of generators; null: no server."""
     server_addresses: list[str] = field(default_factory=list)
     """server: where they run: [http://HOST:8000]; they read the weights of each version from the run's folder."""
     server_key_variable: str | None = None

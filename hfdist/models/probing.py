@@ -42,9 +42,11 @@ def make_of_config(config: PreTrainedConfig, head: Head) -> PreTrainedModel:
 def small_model(model: PreTrainedModel) -> PreTrainedModel:
     """Make a small model of the same class, whole and on the CPU."""
     example = image_example(model)
-    # Tokens of a given batch keep their numbers.
-    vocabulary = {} if example is None else {"vocab_size": model.config.get_text_config().vocab_size}
-    config = shrink(model.config, **vocabulary)
+    if example is None:
+        config = shrink(model.config)
+    else:
+        # Its tokens keep their numbers.
+        config = shrink(model.config, vocab_size=model.config.get_text_config().vocab_size)
     # Made on a CPU, where no other implementation needs to be at hand.
     config._attn_implementation = "eager"
     text = config.get_text_config()

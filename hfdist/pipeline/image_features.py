@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any
 
 from torch import nn
-from transformers.utils import ModelOutput
+from transformers.utils.generic import ModelOutput
 
 from hfdist.errors import PartitionError
 

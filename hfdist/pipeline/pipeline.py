@@ -19,6 +19,8 @@ from hfdist.pipeline.stage_module import StageModule, preserve_state
 from hfdist.pipeline.timeline import Recorder
 from hfdist.pipeline.whole_model import make_whole
 
+_MOST_SHAPES = 4096
+"""Shapes of micro batches that are known at a time: sizes of images may be others each time."""
 _SIZES_DIMENSIONS = 2
 """The most axes of a tensor that has sizes of images."""
 
@@ -114,6 +116,9 @@ class Pipeline:
         All ranks see the same batch, so they agree. A shape that is new costs a forward of one micro batch.
         """
         signatures = [_signature(microbatch, self._images) for microbatch in microbatches]
+        # The same ones on all ranks of a pipeline, which see the same batches.
+        for oldest in list(self._headers)[: max(0, len(self._headers) - _MOST_SHAPES)]:
+            del self._headers[oldest]
         for place in self._new_places(signatures):
             # A header says through what gradients flow.
             with preserve_state(next(iter(self.modules.values())).model), torch.enable_grad():
@@ -162,7 +167,7 @@ def _signature(microbatch: Microbatch, images: ImageBatch | None) -> tuple[str, 
 
     Whether it has images decides through what gradients flow; their sizes decide shapes of features alone.
     """
-    of_images = frozenset() if images is None else images.names
+    of_images: frozenset[str] = frozenset() if images is None else images.names
     has_features = images is not None and bool(images.features)
     parts = []
     with microbatch as batch:

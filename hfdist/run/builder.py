@@ -97,6 +97,7 @@ class Run(RunState):
             ConfigError, DataError: sources that are missing, unreadable or too small; a tokenizer larger than the
                 model's vocabulary, or without a token that the task needs; a teacher with another one; a chat template
                 that cannot write episodes; rows without prompts where prompts are answered.
+            PartitionError: rows with images, and a type of model whose stages in a pipeline cannot read them.
         """
         self.data = build_data(self._here, self.topology, self.architecture)
         if self._head.gives_labels:

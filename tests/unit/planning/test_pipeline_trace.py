@@ -8,6 +8,7 @@ from hfdist.models import find_architecture
 from hfdist.pipeline.schedule import rank_of_stage, stages_per_rank
 from hfdist.planning.tracing.memory import trace_rank
 from hfdist.planning.tracing.pipeline_trace import most_held
+from tests.image_models import make_model, make_processor
 from tests.marks import many
 
 _WIDTH = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4}
@@ -60,3 +61,14 @@ def test_fsdp2_shards_the_state_of_stages():
 def test_the_last_rank_of_1f1b_holds_one_micro_batch():
     held = most_held(ONE_F_ONE_B, rank_of_stage(ONE_F_ONE_B, 4, 1), 16)
     assert [max(moment[0] for moment in moments) for moments in held] == [4, 3, 2, 1]
+
+
+def test_the_first_stage_has_what_reads_images():
+    model = make_model("llava", make_processor("llava"))
+    own = ["strategy=pipeline", "strategy.blocks_per_stage=[1,1]", "data.images.used=true", "train.global_batch_size=4"]
+    config = compose_config(["model=tiny", "data.sequence_length=64", "train.micro_batch_size=1", *own])
+    held = [trace_rank(config, model.config, world_size=2, rank=rank).state.weights / 4 for rank in range(2)]
+    language, blocks = model.model.language_model, model.model.language_model.layers
+    last = sum(p.numel() for part in (blocks[1], language.norm, model.lm_head) for p in part.parameters())
+    # And a few numbers that are no parameters.
+    assert held == pytest.approx([model.num_parameters() - last, last], abs=64)
