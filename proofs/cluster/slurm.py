@@ -62,12 +62,12 @@ class Slurm:
         """Give the number of the job."""
         return int(self.run("sbatch", "--parsable", *words).split(";")[0])
 
-    def show(self, job: int) -> dict[str, str]:
-        """Give the fields of `scontrol show job`."""
+    def show(self, job: int | str) -> dict[str, str]:
+        """Give the fields of `scontrol show job`, of a job or of a task of an array (JOB_TASK)."""
         words = self.run("scontrol", "--oneliner", "show", "job", job).split()
         return dict(word.split("=", 1) for word in words if "=" in word)
 
-    def state(self, job: int) -> str:
+    def state(self, job: int | str) -> str:
         """As SLURM names it: PENDING, RUNNING, COMPLETED ..."""
         return self.show(job)["JobState"]
 

@@ -20,17 +20,17 @@ def test_what_is_under_way_arrives_as_long_as_it_gets_on(monkeypatch):
 
     async def read_slowly(reader, num_bytes, heard):
         parts = []
-        for _ in range(16):
+        for _ in range(32):
             await asyncio.sleep(0.1)
-            parts.append(await read_bytes(reader, num_bytes // 16, heard))
+            parts.append(await read_bytes(reader, num_bytes // 32, heard))
         return b"".join(parts)
 
     monkeypatch.setattr(transport, "read_bytes", read_slowly)
-    monkeypatch.setattr(transport, "_LINGER_SECONDS", 0.8)
+    monkeypatch.setattr(transport, "_LINGER_SECONDS", 2.0)
     one, two = (Transport("127.0.0.1", Codec.fp32) for _ in range(2))
     for each in (one, two):
         each.begin("known")
-    content = bytes(2**25)
+    content = bytes(2**26)
     one.send(two.address, 1, "state", content)
     one.close()
     # At once: who has ended says so to the server, which then counts no more on what is on its way.
@@ -60,9 +60,8 @@ def test_a_rank_hears_others_at_the_port_of_its_place_on_the_machine(monkeypatch
         with pytest.raises(ConfigError, match=f"port {port}: ") as error:
             open_transport(config, "127.0.0.1", 2**20)
         assert error.value.where == "islands.port"
-    # What has it for a moment is waited for.
-    taken = socket.create_server(("127.0.0.1", port))
-    monkeypatch.setattr(address.time, "sleep", lambda seconds: taken.close())
-    opened = open_transport(config, "127.0.0.1", 2**20)
+        # What has it for a moment is waited for.
+        monkeypatch.setattr(address.time, "sleep", lambda seconds: taken.close())
+        opened = open_transport(IslandsConfig(port=port - 1, timeout_seconds=60), "127.0.0.1", 2**20)
     assert opened.address == f"tcp://127.0.0.1:{port}"
     opened.close()
