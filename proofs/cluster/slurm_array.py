@@ -6,14 +6,18 @@ import json
 import random
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 from proofs.cluster.slurm_stories import Jobs
 from proofs.cluster.story import Story
 
-_NAME, _TASKS, _FILES = "shared", 2, 8
-# A file of its own for each, and seconds of work.
-_ROWS, _WORDS_OF_ROW, _WORDS = 2000, 400, 20_000
+_NAME, _TASKS, _FILES = "shared", 2, 16
+# So many rows have a token file of their own.
+_ROWS, _WORDS_OF_ROW, _WORDS = 300, 200, 5000
+_POLL_SECONDS = 0.02
+"""A file is made in a tenth of a second."""
+_MOST_SECONDS = 600
 
 
 def shared_tokens(jobs: Jobs) -> Story:
@@ -28,14 +32,18 @@ def shared_tokens(jobs: Jobs) -> Story:
     machine = cluster.machines[1]
     lost = next(task for task, one in enumerate(tasks) if cluster.show(one)["NodeList"] == machine.name)
     own = range(lost, _FILES, _TASKS)
-    cluster.wait_until(lambda: _finished(tokens, own), "a file of the second machine")
-    assert all(cluster.state(task) == "RUNNING" for task in tasks), cluster.run("squeue")
+    deadline = time.monotonic() + _MOST_SECONDS
+    while not _finished(tokens, own):
+        assert time.monotonic() < deadline, cluster.run("squeue")
+        time.sleep(_POLL_SECONDS)
     cluster.cut_power(machine)
     kept = {file: file.stat().st_mtime_ns for file in _finished(tokens, own)}
     assert len(kept) < len(own), "the task was over before its machine was lost"
-    cluster.wait_until(lambda: cluster.state(tasks[lost]) == "PENDING", "the task of the lost machine is requeued")
+    cluster.wait_until(lambda: cluster.state(tasks[lost]) == "PENDING", "a lost task is requeued")
     cluster.give_power(machine)
-    cluster.wait_until(lambda: all(cluster.state(task) == "COMPLETED" for task in tasks), "the end of both tasks", 400)
+    cluster.wait_until(
+        lambda: all(cluster.state(task) == "COMPLETED" for task in tasks), "the end of both tasks", _MOST_SECONDS
+    )
     assert {file: file.stat().st_mtime_ns for file in kept} == kept, "a file that was finished was made again"
     alone = [sys.executable, "-m", "hfdist", "pretokenize", *words, f"run.dir={jobs.run_dir('one')}"]
     subprocess.run(alone, check=True, cwd=jobs.folder, stdout=subprocess.DEVNULL)
