@@ -14,7 +14,8 @@ from tests.cluster.machines import Machine, two_machines
 
 PROGRAMS = ("slurmctld", "slurmd", "munged", "sbatch")
 
-# A requeued job waits for the credentials of its last start to expire: 120 s by default.
+# A requeued job waits for the credentials of its last start to expire: 120 s by default. A job that is over is known
+# for an hour, since what it is compared with may take minutes.
 _CONFIG = """ClusterName=hfdist
 SlurmctldHost={first.name}({first.address})
 SlurmUser=root
@@ -34,6 +35,7 @@ ReturnToService=2
 SlurmdParameters=config_overrides
 SlurmdTimeout=30
 KillWait=20
+MinJobAge=3600
 SchedulerParameters=bf_interval=5
 StateSaveLocation={folder}/state
 SlurmdSpoolDir={folder}/spool-%n

@@ -16,7 +16,7 @@ from hfdist.launch import address
 
 
 def test_what_is_under_way_arrives_as_long_as_it_gets_on(monkeypatch):
-    read_bytes = transport.read_bytes
+    read_bytes, listen = transport.read_bytes, transport.listen
 
     async def read_slowly(reader, num_bytes, heard):
         parts = []
@@ -25,12 +25,19 @@ def test_what_is_under_way_arrives_as_long_as_it_gets_on(monkeypatch):
             parts.append(await read_bytes(reader, num_bytes // 32, heard))
         return b"".join(parts)
 
+    def listen_narrowly(*arguments, **options):
+        listener = listen(*arguments, **options)
+        # Else the kernel takes all at once for the other side, and nothing is seen to get on.
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2**18)
+        return listener
+
     monkeypatch.setattr(transport, "read_bytes", read_slowly)
-    monkeypatch.setattr(transport, "_LINGER_SECONDS", 1.0)
+    monkeypatch.setattr(transport, "listen", listen_narrowly)
+    monkeypatch.setattr(transport, "_LINGER_SECONDS", 1.5)
     one, two = (Transport("127.0.0.1", Codec.fp32) for _ in range(2))
     for each in (one, two):
         each.begin("known")
-    # Little, which the kernel holds for the most part: a loaded machine takes seconds to copy much.
+    # No more: a loaded machine takes seconds to copy much.
     content = bytes(2**22)
     one.send(two.address, 1, "state", content)
     one.close()
