@@ -32,6 +32,7 @@ from benchmarks.loop.work import (
 from hfdist.config.checks.preflight import plan_run
 from hfdist.config.composition.compose import compose_config
 from hfdist.config.run import RunConfig
+from hfdist.models.architecture import find_architecture
 from hfdist.run.builder import Run
 from hfdist.run.data import RunData, build_data
 
@@ -212,7 +213,8 @@ def recipe_config(work: Work) -> RunConfig:
 def recipe_data(config: RunConfig) -> RunData:
     """What the recipe reads, to be read beforehand; leaves no trace in the run's folder."""
     topology, _ = plan_run(config)
-    data = build_data(config, topology)
+    architecture = find_architecture(config.model, sequence_length=SEQUENCE_LENGTH)
+    data = build_data(config, topology, architecture)
     data.stream.ledger = None
     return data
 

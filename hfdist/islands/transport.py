@@ -9,12 +9,15 @@ has sent is looked at as it comes: one bad part, or none, names its island.
 from __future__ import annotations
 
 import asyncio
+import fcntl
 import math
 import queue
 import secrets
 import socket
+import termios
 import threading
 import time
+from array import array
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 
@@ -223,12 +226,13 @@ class Transport:
 
     def close(self) -> None:
         """Close all, once what is under way has arrived or none of it gets on."""
-        peers, sent, until = list(self._peers.values()), -1, math.inf
+        peers, gone, silent_seconds = list(self._peers.values()), -1, 0.0
         for peer in peers:
             peer.finish()
-        while time.monotonic() < until and not all(peer.has_ended(_POLL_SECONDS) for peer in peers):
-            if sent != sum(peer.sent_bytes for peer in peers):
-                sent, until = sum(peer.sent_bytes for peer in peers), time.monotonic() + _LINGER_SECONDS
+        # Waits are counted, not the clock: where all processes stand still for a while, nobody could have got on.
+        while silent_seconds < _LINGER_SECONDS and not all(peer.has_ended(_POLL_SECONDS) for peer in peers):
+            before, gone = gone, sum(peer.gone_bytes() for peer in peers)
+            silent_seconds = silent_seconds + _POLL_SECONDS if gone == before else 0.0
         for peer in peers:
             peer.close()
         self._peers = {}
@@ -275,7 +279,7 @@ class _Sender:
         self._queue: queue.Queue[tuple[bytes, Sequence[bytes]] | None] = queue.Queue()
         self._is_closed = threading.Event()
         self._connection: socket.socket | None = None
-        self.sent_bytes = 0
+        self._sent_bytes = 0
         self._thread = threading.Thread(target=self._run, name="islands-sender", daemon=True)
         self._thread.start()
 
@@ -292,6 +296,13 @@ class _Sender:
         """Whether it has, after so many seconds at most."""
         self._thread.join(wait_seconds)
         return not self._thread.is_alive()
+
+    def gone_bytes(self) -> int:
+        """Count what has left this machine: a slow network takes long for what the kernel holds."""
+        held = array("i", [0])
+        with suppress(OSError, ValueError):  # ended, or not begun
+            fcntl.ioctl(-1 if self._connection is None else self._connection, termios.TIOCOUTQ, held)
+        return self._sent_bytes - held[0]
 
     def close(self) -> None:
         """End, whatever is still under way."""
@@ -323,7 +334,7 @@ class _Sender:
             for content in contents:
                 for start in range(0, len(content), _SENT_BYTES):
                     self._connection.sendall(memoryview(content)[start : start + _SENT_BYTES])
-                    self.sent_bytes += _SENT_BYTES
+                    self._sent_bytes += _SENT_BYTES
         except (OSError, NotAMessageError, RefusedError):
             if self._connection is not None:
                 self._connection.close()

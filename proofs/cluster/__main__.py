@@ -13,6 +13,7 @@ import torch
 
 from proofs.cluster.elastic import leave_and_come_back
 from proofs.cluster.slurm import slurm, version
+from proofs.cluster.slurm_array import shared_tokens
 from proofs.cluster.slurm_stories import (
     Jobs,
     lost_machine,
@@ -49,7 +50,8 @@ def tell(folder: Path) -> list[Story]:
         lost.check((2, 6), (2, 0))
         swept = sweep_of_jobs(jobs)
         swept.check((2, 75), (2, 0))
-    return [elastic, preempted, lost, budget, wrong, swept]
+        shared = shared_tokens(jobs)
+    return [elastic, preempted, lost, budget, wrong, swept, shared]
 
 
 def main() -> None:

@@ -14,7 +14,8 @@ from tests.cluster.machines import Machine, two_machines
 
 PROGRAMS = ("slurmctld", "slurmd", "munged", "sbatch")
 
-# A requeued job waits for the credentials of its last start to expire: 120 s by default.
+# A requeued job waits for the credentials of its last start to expire: 120 s by default. A job that is over is known
+# for an hour, since what it is compared with may take minutes.
 _CONFIG = """ClusterName=hfdist
 SlurmctldHost={first.name}({first.address})
 SlurmUser=root
@@ -34,6 +35,7 @@ ReturnToService=2
 SlurmdParameters=config_overrides
 SlurmdTimeout=30
 KillWait=20
+MinJobAge=3600
 SchedulerParameters=bf_interval=5
 StateSaveLocation={folder}/state
 SlurmdSpoolDir={folder}/spool-%n
@@ -62,12 +64,12 @@ class Slurm:
         """Give the number of the job."""
         return int(self.run("sbatch", "--parsable", *words).split(";")[0])
 
-    def show(self, job: int) -> dict[str, str]:
-        """Give the fields of `scontrol show job`."""
+    def show(self, job: int | str) -> dict[str, str]:
+        """Give the fields of `scontrol show job`, of a job or of a task of an array (JOB_TASK)."""
         words = self.run("scontrol", "--oneliner", "show", "job", job).split()
         return dict(word.split("=", 1) for word in words if "=" in word)
 
-    def state(self, job: int) -> str:
+    def state(self, job: int | str) -> str:
         """As SLURM names it: PENDING, RUNNING, COMPLETED ..."""
         return self.show(job)["JobState"]
 

@@ -35,11 +35,15 @@ class Jobs:
 
     def write(self, name: str, *arguments: str, options: str = "") -> Path:
         """Write the job file of a run on two machines, or on what `options` of sbatch say; give its path."""
-        path = self.folder / f"{name}.sbatch"
         run = (*SETTINGS, *self.pausing, f"run.dir={self.folder / name}", f"run.name={name}")
+        return self.write_words(name, *run, *arguments, options=options)
+
+    def write_words(self, name: str, *words: str, options: str = "") -> Path:
+        """Write a job file for two machines by all words of its run; give its path."""
+        path = self.folder / f"{name}.sbatch"
         cluster = ("cluster=slurm", f"cluster.grace_seconds={_GRACE_SECONDS}", f"cluster.python={sys.executable}",
                    f"cluster.slurm.options=[{options}]")  # fmt: skip
-        command = [sys.executable, "-m", "hfdist", "job", "to=slurm", f"out={path}", *cluster, *run, *arguments]
+        command = [sys.executable, "-m", "hfdist", "job", "to=slurm", f"out={path}", *cluster, *words]
         subprocess.run(command, check=True, cwd=self.folder, timeout=60, stdout=subprocess.DEVNULL)
         return path
 

@@ -16,21 +16,29 @@ from hfdist.launch import address
 
 
 def test_what_is_under_way_arrives_as_long_as_it_gets_on(monkeypatch):
-    read_bytes = transport.read_bytes
+    read_bytes, listen = transport.read_bytes, transport.listen
 
     async def read_slowly(reader, num_bytes, heard):
         parts = []
-        for _ in range(16):
+        for _ in range(32):
             await asyncio.sleep(0.1)
-            parts.append(await read_bytes(reader, num_bytes // 16, heard))
+            parts.append(await read_bytes(reader, num_bytes // 32, heard))
         return b"".join(parts)
 
+    def listen_narrowly(*arguments, **options):
+        listener = listen(*arguments, **options)
+        # Else the kernel takes all at once for the other side, and nothing is seen to get on.
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2**18)
+        return listener
+
     monkeypatch.setattr(transport, "read_bytes", read_slowly)
-    monkeypatch.setattr(transport, "_LINGER_SECONDS", 0.8)
+    monkeypatch.setattr(transport, "listen", listen_narrowly)
+    monkeypatch.setattr(transport, "_LINGER_SECONDS", 1.5)
     one, two = (Transport("127.0.0.1", Codec.fp32) for _ in range(2))
     for each in (one, two):
         each.begin("known")
-    content = bytes(2**25)
+    # No more: a loaded machine takes seconds to copy much.
+    content = bytes(2**22)
     one.send(two.address, 1, "state", content)
     one.close()
     # At once: who has ended says so to the server, which then counts no more on what is on its way.
@@ -60,9 +68,8 @@ def test_a_rank_hears_others_at_the_port_of_its_place_on_the_machine(monkeypatch
         with pytest.raises(ConfigError, match=f"port {port}: ") as error:
             open_transport(config, "127.0.0.1", 2**20)
         assert error.value.where == "islands.port"
-    # What has it for a moment is waited for.
-    taken = socket.create_server(("127.0.0.1", port))
-    monkeypatch.setattr(address.time, "sleep", lambda seconds: taken.close())
-    opened = open_transport(config, "127.0.0.1", 2**20)
+        # What has it for a moment is waited for.
+        monkeypatch.setattr(address.time, "sleep", lambda seconds: taken.close())
+        opened = open_transport(IslandsConfig(port=port - 1, timeout_seconds=60), "127.0.0.1", 2**20)
     assert opened.address == f"tcp://127.0.0.1:{port}"
     opened.close()
