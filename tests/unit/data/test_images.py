@@ -4,7 +4,9 @@ import base64
 import dataclasses
 import io
 import json
+import multiprocessing
 import re
+import time
 import zlib
 from itertools import pairwise, takewhile
 
@@ -455,6 +457,32 @@ def test_workers_and_resumed_streams_give_the_same_batches(packing, tmp_path, ca
         assert one.keys() == other.keys() >= {"pixel_values", "labels"}
         assert ("position_ids" in one) == (packing is Packing.best_fit)
         assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_a_loader_waits_once_it_holds_as_many_bytes_of_images_as_it_may(llava, tmp_path, cache_dir):
+    rows = [{"messages": turns(None, f"{n} {ASKED}"), "images": ["1.png"]} for n in range(12)]
+    path, of_image = write(tmp_path, rows), 3 * 32 * 32 * 4
+    images = ImagesConfig(prefetch_bytes=2 * of_image)
+    stream = stream_of(config_of(path, cache_dir, workers=1, images=images), llava)
+    decoded, decode_all = multiprocessing.get_context("fork").Value("i", 0), stream.images.inputs
+
+    def counted(given):
+        decoded.value += 1
+        return decode_all(given)
+
+    stream.images.inputs = counted
+    batches = iter(stream.loader(batch_size=1))
+    for num_taken in range(1, 12):
+        next(batches)
+        # Two that are ready, and no more, as long as nobody takes one.
+        until = time.monotonic() + 30
+        while decoded.value < min(num_taken + 2, 12) and time.monotonic() < until:
+            time.sleep(0.01)
+        time.sleep(0.05)
+        assert decoded.value == min(num_taken + 2, 12)
+    begun = time.monotonic()
+    batches.close()
+    assert time.monotonic() - begun < 4
 
 
 def test_held_out_rows_come_with_their_images(llava, tmp_path, cache_dir):
