@@ -57,6 +57,9 @@ layouts: $(READY)  ## Change the layout at a checkpoint in all 330 ways, and wri
 	$(BIN)/python -m pytest tests/distributed/test_layout_changes.py -m many
 	$(BIN)/python -m proofs.layout_changes docs/layout-changes.md
 
+images: $(READY)  ## Train 1,000 steps with and without images over two ranks, and write docs/mixed-images.md (about 10 minutes).
+	$(BIN)/python -m proofs.mixed_images docs/mixed-images.md
+
 finetuning: $(READY)  ## Fine-tune SmolLM2-135M-Instruct in four layouts, whole and by LoRA, and write docs/finetuned.md.
 	$(BIN)/python -m proofs.finetuning docs/finetuned.md
 

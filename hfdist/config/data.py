@@ -297,6 +297,8 @@ class ImagesConfig:
     """Bytes of an image above which its row is bad."""
     max_pixels: int = limited(64_000_000, at_least=1)
     """Pixels of an image above which its row is bad; nothing of it is decoded."""
+    prefetch_bytes: int = limited(2**30, at_least=1)
+    """Bytes of decoded images that each worker holds ready, besides those of one sequence."""
 
 
 @dataclass(kw_only=True)

@@ -51,6 +51,7 @@ from hfdist.data.packing.sequence import (
     unbundle,
 )
 from hfdist.data.packing.windows import RULE
+from hfdist.data.stream.bytes_ahead import BytesAhead
 from hfdist.data.stream.lane import LanePlan, Packed, SequencesInTurn, open_lanes, open_turns
 from hfdist.data.stream.ledger import Ledger
 from hfdist.data.stream.row_images import count_by_row
@@ -545,11 +546,15 @@ class StreamLoader:
             # Inherited objects are no garbage: looking through them takes tenths of a second, and copies their memory.
             gc.freeze()
 
+        ahead = None
+        if self.dataset.images is not None:
+            ahead = BytesAhead(num_workers, config.images.prefetch_bytes)
+        most = 1 if ahead is not None else _most_in_item(config.prefetch)
         loader = DataLoader(
-            _Worker(self.dataset),
+            _Worker(self.dataset, ahead),
             batch_size=None,
             num_workers=num_workers,
-            prefetch_factor=-(-config.prefetch // _most_in_item(config.prefetch)),
+            prefetch_factor=-(-config.prefetch // most),
             collate_fn=keep_arrays,
             worker_init_fn=begin,
             # A generator of its own, so that dropout's random state is not touched.
@@ -559,21 +564,26 @@ class StreamLoader:
         items = iter(loader)
         try:
             with registry.explain_deaths():
-                for item_size in _item_sizes(config.prefetch):
+                for item_size in _item_sizes(config.prefetch) if ahead is None else itertools.repeat(1):
                     # Workers take turns sequence by sequence, and an item holds several sequences.
                     turns = [_unpack(next(items)) for _ in range(num_workers)]
                     for _ in range(item_size):
-                        for turn in turns:
-                            yield next(turn)
+                        for worker, turn in enumerate(turns):
+                            packed = next(turn)
+                            if ahead is not None:
+                                ahead.take(worker, packed[2])
+                            yield packed
         finally:
+            if ahead is not None:
+                ahead.close()
             del items
 
 
 class _Worker(IterableDataset[object]):
     """The dataset in a loader process. Errors for the reader travel as values, since torch would wrap them."""
 
-    def __init__(self, stream: TokenStream) -> None:
-        self._stream = stream
+    def __init__(self, stream: TokenStream, ahead: BytesAhead | None) -> None:
+        self._stream, self._ahead = stream, ahead
 
     def __iter__(self) -> Iterator[_Item]:
         info = get_worker_info()
@@ -581,6 +591,12 @@ class _Worker(IterableDataset[object]):
         item: list[Packed] = []
         sequences = self._stream.packed(info.id, info.num_workers)
         try:
+            while self._ahead is not None:
+                item = []
+                self._ahead.wait(info.id)
+                item.append(next(sequences))
+                self._ahead.add(info.id, item[0][2])
+                yield _pack(item), None
             for item_size in _item_sizes(self._stream.config.prefetch):
                 item = []
                 for _ in range(item_size):

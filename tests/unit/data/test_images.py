@@ -4,8 +4,11 @@ import base64
 import dataclasses
 import io
 import json
+import multiprocessing
 import re
+import time
 import zlib
+from itertools import pairwise, takewhile
 
 import datasets
 import numpy as np
@@ -42,7 +45,9 @@ from hfdist.models.image_text import (
     names_of_parts,
     read_images,
 )
+from hfdist.models.packed_images import find_positions
 from tests.image_models import FAMILIES, draw, make_model, make_processor
+from tests.marks import many
 
 ASKED, SAID = "what is in this picture?", "a red square"
 
@@ -82,8 +87,9 @@ def config_of(path, cache_dir, **settings):
     return DataConfig(sources={"x": SourceConfig(path=str(path), epochs=1)}, **defaults | settings)
 
 
-def stream_of(config, processor, given=None):
-    return TokenStream(open_corpus(config, given), processor.tokenizer, config).read_images(ImageTokens(processor))
+def stream_of(config, processor, given=None, positions=None):
+    images = ImageTokens(processor, positions)
+    return TokenStream(open_corpus(config, given), processor.tokenizer, config).read_images(images)
 
 
 # ---- beside the processor ----
@@ -121,18 +127,31 @@ def test_what_a_message_only_quotes_is_no_image(llava):
     assert "the word <image> is" in llava.tokenizer.decode(ids_of(tokens), skip_special_tokens=True)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_the_loss_is_that_of_the_model_with_the_batch_of_its_processor(family, tmp_path, cache_dir):
+@pytest.mark.parametrize(
+    ("family", "packing"),
+    [
+        *((family, Packing.none) for family in FAMILIES),
+        # Text positions; positions of time, height and width. Packed rows of gemma3 see each other.
+        ("llava", Packing.best_fit),
+        ("qwen2_5_vl", Packing.best_fit),
+        many("idefics3", Packing.best_fit),
+        many("internvl", Packing.best_fit),
+    ],
+)
+def test_the_loss_is_that_of_the_model_with_the_batch_of_its_processor(family, packing, tmp_path, cache_dir):
     processor = make_processor(family)
+    model = make_model(family, processor)
     rows = [
         {"messages": turns(None, ASKED), "images": ["1.png"]},
         {"messages": turns(ASKED)},
         {"messages": turns(None, "and", None), "images": ["2.png", "1.png"]},
     ]
-    stream = stream_of(config_of(write(tmp_path, rows), cache_dir), processor)
-    batch = stream.next_batch([one for _, one in zip(rows, stream.packed(0, 1), strict=False)])
-    model = make_model(family, processor)
-    found = model(**batch).loss
+    config = config_of(write(tmp_path, rows), cache_dir, packing=packing, sequence_length=512)
+    stream = stream_of(config, processor, positions=find_positions(model.config))
+    sequences = list(takewhile(lambda one: one[1] is not None, stream.packed(0, 1)))
+    assert len(sequences) == (3 if packing is Packing.none else 1)
+    batch = stream.next_batch(sequences)
+    found = model(**batch, use_cache=False).loss
     found.backward()
     gradients = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
     model.zero_grad()
@@ -174,6 +193,31 @@ def test_an_image_that_stands_where_there_is_none_has_gradients_of_exact_zeros(f
     assert len(gradients.keys() & seeing) > 5
     assert not any(gradients[name].any() for name in gradients.keys() & seeing)
     assert not without.keys() & seeing
+    for name in without:
+        torch.testing.assert_close(gradients[name], without[name], rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.parametrize("family", ["llava", "qwen2_5_vl"])
+def test_a_packed_batch_without_an_image_gets_one_that_changes_nothing(family, tmp_path, cache_dir):
+    processor = make_processor(family)
+    model = make_model(family, processor)
+    path = write(tmp_path, [{"messages": turns(f"{ASKED} {n}")} for n in range(8)])
+    config = config_of(path, cache_dir, packing=Packing.best_fit, sequence_length=128)
+    stream = stream_of(config, processor, positions=find_positions(model.config))
+    sequences = [one for _, one in zip(range(2), stream.packed(0, 1), strict=False)]
+    found = []
+    for stream.needs_image in (False, True):
+        batch = stream.next_batch(sequences)
+        model.zero_grad()
+        loss = model(**batch, use_cache=False).loss
+        loss.backward()
+        found.append((loss, {name: p.grad for name, p in model.named_parameters() if p.grad is not None}))
+    (alone, without), (with_image, gradients) = found
+    torch.testing.assert_close(with_image, alone, rtol=1e-6, atol=0)
+    parts = names_of_parts(model)
+    seeing = {*parts[TOWER], *parts[PROJECTOR]}
+    assert len(gradients.keys() & seeing) > 5
+    assert not any(gradients[name].any() for name in gradients.keys() & seeing)
     for name in without:
         torch.testing.assert_close(gradients[name], without[name], rtol=1e-4, atol=1e-7)
 
@@ -348,6 +392,22 @@ def test_images_come_upright_and_in_rgb(tmp_path):
         assert (decode(text.files[0]).mode, decode(text.files[0]).size) == ("RGB", size)
 
 
+def test_a_damaged_image_hides_its_own_row_of_a_packed_sequence(llava, tmp_path, cache_dir):
+    path = write(
+        tmp_path, [{"messages": turns(None, f"{ASKED} {n}"), "images": [f"{1 + n % 2}.png"]} for n in range(4)]
+    )
+    (tmp_path / "2.png").write_bytes((tmp_path / "2.png").read_bytes()[:-40])
+    config = config_of(path, cache_dir, packing=Packing.best_fit, on_bad_rows=BadRows.skip, sequence_length=512)
+    (_, _, sequence) = next(stream_of(config, llava).packed(0, 1))
+    ids, positions, labels = sequence.rows[:, : sequence.num_tokens]
+    starts = [*np.flatnonzero(positions == 0), len(ids)]
+    taught = [bool((labels[start:stop] != IGNORED).any()) for start, stop in pairwise(starts)]
+    assert sorted(taught) == [False, False, True, True]
+    assert len(sequence.problems) == 2
+    black = [bool(sequence.images[piece]["pixel_values"].std((2, 3)).max() < 1e-6) for piece in range(4)]
+    assert black == [not one for one in taught]
+
+
 def test_a_damaged_image_keeps_its_place_and_teaches_nothing_or_stops(llava, tmp_path, cache_dir):
     rows = [{"messages": turns(None, f"{ASKED} {n}"), "images": [f"{1 + n % 2}.png"]} for n in range(4)]
     path = write(tmp_path, rows)
@@ -373,17 +433,56 @@ def test_a_row_that_is_too_long_is_left_out_whole(llava, tmp_path, cache_dir):
     assert {int(fate) for fate in sequence.records["fate"]} == {0, 5}
 
 
-def test_workers_give_the_same_batches(llava, tmp_path, cache_dir):
-    rows = [{"messages": turns(None, f"{n} {ASKED}"), "images": [f"{1 + n % 2}.png"]} for n in range(6)]
-    path, found = write(tmp_path, rows), []
+@pytest.mark.parametrize("packing", [Packing.none, Packing.best_fit])
+def test_workers_and_resumed_streams_give_the_same_batches(packing, tmp_path, cache_dir):
+    processor = make_processor("qwen2_5_vl")
+    model = make_model("qwen2_5_vl", processor)
+    rows = [{"messages": turns(None, f"{n} {ASKED}"), "images": [f"{1 + n % 2}.png"]} for n in range(12)]
+    config, found = config_of(write(tmp_path, rows), cache_dir, packing=packing, sequence_length=128), []
     for workers in (0, 1):
-        stream = stream_of(config_of(path, cache_dir, workers=workers), llava)
-        batches = iter(stream.loader(batch_size=2))
-        found.append([next(batches) for _ in range(3)])
+        config.workers = workers
+        stream = stream_of(config, processor, positions=find_positions(model.config))
+        batches, made = iter(stream.loader(batch_size=1)), []
+        for number in range(3):
+            if number == 1 and not workers:
+                # Another stream goes on where this one stands.
+                state = stream.state_dict()
+                stream = stream_of(config, processor, positions=find_positions(model.config))
+                stream.load_state_dict(state)
+                batches = iter(stream.loader(batch_size=1))
+            made.append(next(batches))
         batches.close()
+        found.append(made)
     for one, other in zip(*found, strict=True):
         assert one.keys() == other.keys() >= {"pixel_values", "labels"}
+        assert ("position_ids" in one) == (packing is Packing.best_fit)
         assert all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_a_loader_waits_once_it_holds_as_many_bytes_of_images_as_it_may(llava, tmp_path, cache_dir):
+    rows = [{"messages": turns(None, f"{n} {ASKED}"), "images": ["1.png"]} for n in range(12)]
+    path, of_image = write(tmp_path, rows), 3 * 32 * 32 * 4
+    images = ImagesConfig(prefetch_bytes=2 * of_image)
+    stream = stream_of(config_of(path, cache_dir, workers=1, images=images), llava)
+    decoded, decode_all = multiprocessing.get_context("fork").Value("i", 0), stream.images.inputs
+
+    def counted(given):
+        decoded.value += 1
+        return decode_all(given)
+
+    stream.images.inputs = counted
+    batches = iter(stream.loader(batch_size=1))
+    for num_taken in range(1, 12):
+        next(batches)
+        # Two that are ready, and no more, as long as nobody takes one.
+        until = time.monotonic() + 30
+        while decoded.value < min(num_taken + 2, 12) and time.monotonic() < until:
+            time.sleep(0.01)
+        time.sleep(0.05)
+        assert decoded.value == min(num_taken + 2, 12)
+    begun = time.monotonic()
+    batches.close()
+    assert time.monotonic() - begun < 4
 
 
 def test_held_out_rows_come_with_their_images(llava, tmp_path, cache_dir):
