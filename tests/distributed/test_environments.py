@@ -55,8 +55,9 @@ def lines(folder):
     ("num_ranks", "layout"),
     [
         (2, "ddp"),
-        (2, "pipeline"),
-        (2, "ddp task.generators=1 task.max_staleness=0"),
+        many(2, "pipeline"),
+        many(2, "ddp task.generators=1 task.max_staleness=0"),
+        (2, "pipeline task.generators=1 task.max_staleness=0"),
         many(2, "zero3"),
         many(2, "fsdp2"),
         many(2, "tensor"),

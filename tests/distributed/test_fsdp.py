@@ -17,6 +17,7 @@ from hfdist.testing import RankFailed, run_ranks
 from hfdist.trainer.checkpointing.checkpointer import Checkpointer
 from tests.distributed.test_optimizers import saved
 from tests.distributed.trainers import GLOBAL_BATCH, STEPS, make_model, on_ranks, uneven_items
+from tests.marks import many
 
 pytestmark = pytest.mark.distributed
 
@@ -36,7 +37,7 @@ def drawn_apart(replicate):
     return first, {name: parameter.full_tensor().detach().numpy() for name, parameter in model.named_parameters()}
 
 
-@pytest.mark.parametrize("replicate", [1, 2])
+@pytest.mark.parametrize("replicate", [many(1), 2])
 def test_all_ranks_start_from_the_weights_of_rank_0(replicate):
     found = run_ranks(drawn_apart, 4, replicate)
     drawn = found[0][0]

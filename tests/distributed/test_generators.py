@@ -114,6 +114,7 @@ def test_generators_and_ranks_of_other_machines_with_an_adapter(
     assert [abs(one - size) < 2000 + 0.02 * size for one in sizes] == [True]
 
 
+@pytest.mark.many  # generators play in test_environments.py, too
 def test_generators_of_other_machines_play_the_episodes_that_ranks_play(
     tmp_path, policy, sums, cache_dir, generators, monkeypatch
 ):
