@@ -106,10 +106,14 @@ def train_stretched(rope_type):
 
 
 @pytest.mark.parametrize("rope_type", ["dynamic", many("longrope")])
-def test_frequencies_depend_on_the_whole_sequence(rope_type, monkeypatch):
+def test_frequencies_depend_on_the_whole_sequence(rope_type):
     for outcome in run_ranks(train_stretched, 2, rope_type):
         assert outcome.verdict == "exact", outcome
-    # The test of the test: from its own positions alone each rank would take other frequencies.
+
+
+@pytest.mark.many  # the test of the test
+@pytest.mark.parametrize("rope_type", ROPES)
+def test_frequencies_of_the_positions_of_one_rank_are_others(rope_type, monkeypatch):
     monkeypatch.setattr(context, "_DEPENDENT_ON_LENGTH", set())
     assert run_ranks(train_stretched, 2, rope_type)[0].verdict != "exact"
 

@@ -31,7 +31,7 @@ def try_layout(families, layout):
 @pytest.mark.parametrize(
     ("num_ranks", "layout", "families"),
     [
-        (2, {"expert": 2}, ("qwen3_moe",)),
+        many(2, {"expert": 2}, ("qwen3_moe",)),
         many(4, {"expert": 4}, ("mixtral",)),
         many(4, {"expert": 2, "sharding": "fsdp2"}, FAMILIES),
         (4, {"expert": 2, "tensor": 2}, ("deepseek_v3",)),

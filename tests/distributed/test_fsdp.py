@@ -66,7 +66,7 @@ def evaluated_by_the_original(folder):
     return num_held / sum(parameter.numel() for parameter in make_model().parameters())
 
 
-def test_predictions_leave_shards_behind_and_checkpoints_whole(tmp_path, monkeypatch):
+def test_predictions_leave_shards_behind_and_checkpoints_whole(tmp_path):
     assert max(run_ranks(evaluated_by_the_original, 2, tmp_path)) < 0.52
     plain, evaluated = (saved(tmp_path / name) for name in ("plain", "with"))
     assert evaluated.keys() == plain.keys()
@@ -74,13 +74,16 @@ def test_predictions_leave_shards_behind_and_checkpoints_whole(tmp_path, monkeyp
     path = tmp_path / "with" / f"checkpoint-{STEPS}"
     # By its class a Hub folder is opened, and the Trainer shifts labels.
     assert json.loads((path / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
-    # The test of the test: without the hook the root stays whole.
+
+
+@pytest.mark.many  # the test of the test
+def test_without_the_hook_the_root_stays_whole(tmp_path, monkeypatch):
     monkeypatch.setattr(FsdpEngine, "_after_forward", lambda *_: None)
     monkeypatch.setattr(FsdpEngine, "_reshard", lambda *_: None)
     # It looks at the state dict, by which FSDP2 frees the root, too.
     monkeypatch.setattr(Checkpointer, "_check_holds_whole", lambda *_: None)
     with pytest.raises(RankFailed):
-        run_ranks(evaluated_by_the_original, 2, tmp_path / "spoilt")
+        run_ranks(evaluated_by_the_original, 2, tmp_path)
 
 
 @on_ranks(4)
