@@ -17,3 +17,10 @@ def always(names: Iterable[str], cases: Mapping[str, object]):
     unknown = set(names := list(names)) - set(cases)
     assert not unknown, unknown
     return [pytest.param(case, marks=[pytest.mark.many] * (name not in names), id=name) for name, case in cases.items()]
+
+
+def chosen(request: pytest.FixtureRequest, argument: str) -> set[object]:
+    """Values that a parametrized argument takes in the tests of this file that are run: a fixture makes no others."""
+    own = (item for item in request.session.items if item.path == request.path)
+    calls = (call for item in own if (call := getattr(item, "callspec", None)))
+    return {call.params[argument] for call in calls if argument in call.params}

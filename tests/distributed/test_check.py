@@ -18,6 +18,7 @@ from hfdist.verify.check import answers, command, small_run
 from hfdist.verify.check.answers import Checker, Verdict
 from hfdist.verify.check.questions import Question, ask_layouts, ask_others, ask_tasks
 from tests.distributed.runs import losses, pretrain
+from tests.marks import many
 from tests.zoo.models import tiny_config
 
 pytestmark = pytest.mark.distributed
@@ -41,7 +42,7 @@ def folder_of(path, model_type):
     return str(path)
 
 
-@pytest.mark.parametrize("name", ["zero2", "pipeline", "tensor"])
+@pytest.mark.parametrize("name", ["pipeline", many("zero2"), many("tensor")])
 def test_a_layout_that_is_called_yes_trains(tmp_path, name):
     question = layout(name)
     assert Checker("tiny").answer(question).verdict is Verdict.yes

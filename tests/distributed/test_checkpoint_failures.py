@@ -139,6 +139,11 @@ def test_a_failure_of_one_rank_is_heard_by_all(tmp_path):
     assert os.listdir(tmp_path) == ["step-00000001"]
 
 
+def save_steps(folder):
+    for step in (1, 2, 3, 4):
+        save(folder, step)
+
+
 def find_and_prune(folder):
     found = find_newest(folder)
     dist.barrier()
@@ -147,8 +152,7 @@ def find_and_prune(folder):
 
 
 def test_all_ranks_agree_on_the_newest_that_verifies(tmp_path):
-    for step in (1, 2, 3, 4):
-        run_ranks(save, 2, tmp_path, step)
+    run_ranks(save_steps, 2, tmp_path)
     # Whichever rank happens to check the damaged file, all must hear of it.
     for step, name in ((3, "model.safetensors"), (4, "training_state/rng-00001.safetensors")):
         flip_a_bit(tmp_path / f"step-{step:08d}" / name)

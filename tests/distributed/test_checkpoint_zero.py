@@ -17,6 +17,7 @@ from hfdist.errors import CheckpointError
 from hfdist.strategies import pieces
 from hfdist.strategies.deepspeed import pieces_zero
 from hfdist.testing import run_ranks
+from tests.marks import chosen, many
 from tests.unit.checkpoint.pieces import write_checkpoint
 from tests.unit.tiny import llama
 
@@ -38,7 +39,9 @@ SETTINGS = {
     "zero3_offload": (3, {"offload_optimizer": {"device": "cpu"}}),
     "zero3_offload_weights": (3, {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}),
 }
+ALWAYS = ("zero2_round_robin", "zero3_sub_groups", "zero3_offload_weights")
 HALF_PRECISION = {"zero1": 1, "zero2": 2, "zero3": 3}
+READ_BY_BFLOAT16, READ_BY_FLOAT32 = "zero3_sub_groups", "zero3"
 
 
 class Replicated:
@@ -160,9 +163,10 @@ def reference():
 
 
 @pytest.fixture(scope="module")
-def settings(tmp_path_factory):
+def settings(request, tmp_path_factory):
     """By setting: the checkpoint after `HALF` steps, and the losses after it in another engine of the setting."""
-    return run_ranks(save_and_continue_all, 2, tmp_path_factory.mktemp("settings"))[0]
+    names = [name for name in SETTINGS if name in chosen(request, "setting") | {READ_BY_BFLOAT16}]
+    return run_ranks(save_and_continue_all, 2, tmp_path_factory.mktemp("settings"), names)[0]
 
 
 @pytest.fixture(scope="module")
@@ -172,14 +176,16 @@ def continued_alone(settings):
 
 
 @pytest.fixture(scope="module")
-def half_precision(tmp_path_factory):
+def half_precision(request, tmp_path_factory):
     """By stage: the checkpoint, and the losses and final weights of the whole run and of the resumed one."""
-    return run_ranks(resume_bf16_all, 2, tmp_path_factory.mktemp("bf16"))[0]
+    names = [name for name in HALF_PRECISION if name in chosen(request, "stage") | {READ_BY_FLOAT32}]
+    return run_ranks(resume_bf16_all, 2, tmp_path_factory.mktemp("bf16"), names)[0]
 
 
-def save_and_continue_all(root):
+def save_and_continue_all(root, names):
     results = {}
-    for name, (stage, section) in SETTINGS.items():
+    for name in names:
+        stage, section = SETTINGS[name]
         engine = Zero(stage, section=section)
         run(engine, last=HALF)
         path = engine.save(root / name)
@@ -196,10 +202,10 @@ def continue_alone(path):
     return run(Replicated(seed=OTHER_SEED).load(path), HALF)
 
 
-@pytest.mark.parametrize("name", SETTINGS)
-def test_a_setting_that_moves_the_state_is_read_and_written_right(reference, settings, continued_alone, name):
-    assert settings[name][1] == pytest.approx(reference[HALF:], rel=1e-6)
-    assert continued_alone[name] == pytest.approx(reference[HALF:], rel=1e-6)
+@pytest.mark.parametrize("setting", [name if name in ALWAYS else many(name) for name in SETTINGS])
+def test_a_setting_that_moves_the_state_is_read_and_written_right(reference, settings, continued_alone, setting):
+    assert settings[setting][1] == pytest.approx(reference[HALF:], rel=1e-6)
+    assert continued_alone[setting] == pytest.approx(reference[HALF:], rel=1e-6)
 
 
 def resume_fused(folder):
@@ -224,9 +230,10 @@ def test_a_checkpoint_of_step_zero_starts_like_a_new_run(reference, tmp_path):
     assert losses == pytest.approx(reference, rel=1e-6)
 
 
-def resume_bf16_all(root):
+def resume_bf16_all(root, names):
     results = {}
-    for name, stage in HALF_PRECISION.items():
+    for name in names:
+        stage = HALF_PRECISION[name]
         whole = Zero(stage, precision="bf16")
         run(whole, last=HALF)
         path = whole.save(root / name)
@@ -244,9 +251,9 @@ def load_optimizer(path):
     return load_file(path / "training_state" / "optimizer-00001-of-00001.safetensors")
 
 
-@pytest.mark.parametrize("name", HALF_PRECISION)
-def test_bfloat16_goes_on_bit_by_bit(half_precision, name):
-    path, (losses, weights), (losses_again, weights_again) = half_precision[name]
+@pytest.mark.parametrize("stage", [many("zero1"), "zero2", "zero3"])
+def test_bfloat16_goes_on_bit_by_bit(half_precision, stage):
+    path, (losses, weights), (losses_again, weights_again) = half_precision[stage]
     assert losses_again == losses
     assert weights_again.read_bytes() == weights.read_bytes()
     saved = load_file(path / "model.safetensors")
@@ -275,7 +282,7 @@ def test_float32_layouts_read_the_masters(half_precision, tmp_path):
 
 def test_bfloat16_reads_a_float32_checkpoint(settings, tmp_path):
     """Masters come from the saved float32 weights; the weights are those, rounded."""
-    path = settings["zero3_sub_groups"][0]
+    path = settings[READ_BY_BFLOAT16][0]
     written = run_ranks(lambda: Zero(2, precision="bf16", seed=OTHER_SEED).load(path).save(tmp_path), 2)[0]
     optimizer, after = load_optimizer(written), load_file(written / "model.safetensors")
     for tensor, value in load_file(path / "model.safetensors").items():

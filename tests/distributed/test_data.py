@@ -37,58 +37,46 @@ def sources(tmp_path_factory):
 MIXTURE = ("+data.sources.a.weight=3", "+data.sources.b.weight=1", "data.anneal=[{step: 3, weights: {a: 1, b: 1}}]")
 
 
-@pytest.mark.parametrize(("packing", "strategy"), [("best_fit", "pipeline"), many("none", "zero2")])
+@pytest.mark.parametrize(
+    ("packing", "strategy"), [("concat", "ddp"), many("best_fit", "pipeline"), many("none", "zero2")]
+)
 def test_a_packing_trains_the_same_in_every_layout(tmp_path, sources, cache_dir, packing, strategy):
+    """And what was read of each source is reported at each save."""
     settings = (*sources, *MIXTURE, f"data.packing={packing}")
     alone = pretrain(tmp_path / "single", 1, "strategy=single", *settings)
-    run = pretrain(tmp_path / strategy, 2, f"strategy={strategy}", *settings)
+    saves = ("checkpoint=default", "checkpoint.every=3", "checkpoint.keep=2")
+    run = pretrain(tmp_path / strategy, 2, f"strategy={strategy}", *settings, *saves)
     assert losses(run) == pytest.approx(losses(alone), rel=1e-5)
-
-
-def test_what_was_read_of_each_source_is_reported_at_each_save(tmp_path, sources, cache_dir):
-    run = pretrain(
-        tmp_path, 2, "strategy=ddp", *sources, *MIXTURE, "checkpoint=default", "checkpoint.every=3", "checkpoint.keep=2"
-    )
     lines = [line for line in read_lines(RunFolder(run).metrics) if "data/a/share" in line]
     assert [(line["step"], line["data/a/share"]) for line in lines] == [(3, 0.75), (6, (18 + 12) / 48)]
-    assert lines[-1]["data/b/tokens"] == 18 * 64
+    assert packing != "concat" or lines[-1]["data/b/tokens"] == 18 * 64
     assert sorted(path.name for path in (run / "ledger").glob("lane-*")) == [f"lane-{n:05d}.records" for n in range(8)]
 
 
 @pytest.mark.parametrize("strategy", ["ddp", many("pipeline")])
 def test_data_that_end_stop_the_run_after_the_last_document(tmp_path, sources, cache_dir, strategy):
+    """With fewer sequences in a batch than lanes, some batches are only of lanes that have ended.
+
+    They take no step, and are not the end."""
     settings = (*sources, "+data.sources.a.epochs=1", "+data.sources.b.epochs=1", "train.max_steps=1000")
-    settings = (*settings, "data.sequence_length=512", "train.eval_every=1000")
-    settings = (*settings, "checkpoint=default", "checkpoint.every=1000", f"strategy={strategy}")
-    run = pretrain(tmp_path, 2, *settings)
-    steps = [line["step"] for line in read_lines(RunFolder(run).metrics) if "loss" in line]
-    assert 2 < len(steps) < 100
-    assert steps == list(range(1, len(steps) + 1))
-    assert eval_losses(run)
-    assert (run / "model" / "model.safetensors").is_file()
-    before = losses(run)
+    settings = (*settings, "data.sequence_length=512", "train.global_batch_size=2", "train.micro_batch_size=1")
+    settings = (*settings, "train.eval_every=1000", "checkpoint=default", "checkpoint.every=1000")
+    folder = pretrain(tmp_path, 2, *settings, f"strategy={strategy}")
+    before = losses(folder)
+    num_steps = len(before)
+    assert 2 < num_steps < 100
+    steps = [line["step"] for line in read_lines(RunFolder(folder).metrics) if "loss" in line]
+    assert steps == list(range(1, num_steps + 1))
+    assert eval_losses(folder)
+    assert (folder / "model" / "model.safetensors").is_file()
+    config = compose_config([*SMALL, f"run.dir={folder}", *settings, f"strategy={strategy}"])
+    check_whole_reading(open_past_run(folder, config), num_steps)
     # The last step was saved, so the same command again has nothing left to do.
-    assert losses(pretrain(tmp_path, 1, *settings[:-1], "strategy=single")) == before
+    assert losses(pretrain(tmp_path, 1, *settings, "strategy=single")) == before
 
 
-def test_epochs_end_the_run_with_the_learning_rate_at_its_end(tmp_path, sources, cache_dir):
-    settings = (*sources, "train.epochs=2", "train.max_steps=null", "data.sequence_length=512")
-    settings = (*settings, "optimizer.schedule=linear", "optimizer.warmup_steps=0", "optimizer.warmup_fraction=0.2")
-    run = pretrain(tmp_path, 2, *settings, "strategy=ddp")
-    rates = [line["learning_rate"] for line in read_lines(RunFolder(run).metrics) if "loss" in line]
-    num_warmup_steps = math.ceil(0.2 * len(rates))
-    assert rates[num_warmup_steps] == max(rates) == 3e-3
-    assert rates[-1] == pytest.approx(3e-3 / (len(rates) - num_warmup_steps))
-
-
-def test_batches_without_targets_take_no_step_and_are_not_the_end(tmp_path, sources, cache_dir):
-    """With fewer sequences in a batch than lanes, some batches are only of lanes that have ended."""
-    settings = (*sources, "+data.sources.a.epochs=1", "+data.sources.b.epochs=1", "train.max_steps=1000")
-    settings = (*settings, "data.sequence_length=512", "train.global_batch_size=2", "checkpoint=default")
-    settings = (*settings, "train.micro_batch_size=1", "checkpoint.every=1000", "strategy=ddp")
-    folder = pretrain(tmp_path, 2, *settings)
-    run = open_past_run(folder, compose_config([*SMALL, f"run.dir={folder}", *settings]))
-    num_steps = len(losses(folder))
+def check_whole_reading(run, num_steps):
+    """All documents were read once, in batches of which some took no step."""
     ((step, cursor),) = run.cursors
     assert step == num_steps
     _, batches = batches_of_steps(run.ledger, 2)
@@ -104,3 +92,13 @@ def test_batches_without_targets_take_no_step_and_are_not_the_end(tmp_path, sour
     assert said[-1].startswith("AUDIT: passed")
     assert f"steps 1 to {num_steps}, " in said[0]
     assert any("tokens" in line for line in describe_step(run, num_steps, shows_all_text=False))
+
+
+def test_epochs_end_the_run_with_the_learning_rate_at_its_end(tmp_path, sources, cache_dir):
+    settings = (*sources, "train.epochs=2", "train.max_steps=null", "data.sequence_length=512")
+    settings = (*settings, "optimizer.schedule=linear", "optimizer.warmup_steps=0", "optimizer.warmup_fraction=0.2")
+    run = pretrain(tmp_path, 1, *settings)
+    rates = [line["learning_rate"] for line in read_lines(RunFolder(run).metrics) if "loss" in line]
+    num_warmup_steps = math.ceil(0.2 * len(rates))
+    assert rates[num_warmup_steps] == max(rates) == 3e-3
+    assert rates[-1] == pytest.approx(3e-3 / (len(rates) - num_warmup_steps))

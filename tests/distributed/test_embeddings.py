@@ -97,7 +97,7 @@ def check_equal(run, reference):
     [
         many("last", "single train.micro_batch_size=1", 1),
         many("last", "zero3", 2),
-        ("last", "tensor train.micro_batch_size=4", 2),
+        many("last", "tensor train.micro_batch_size=4", 2),
         ("last", "pipeline", 2),
         ("mean", "fsdp2 train.micro_batch_size=1", 2),
         ("short", "zero3 train.micro_batch_size=1", 2),
@@ -139,6 +139,7 @@ def test_encoders_are_the_same_in_a_layout(tmp_path, rows, form, layout):
     assert pooling["pooling_mode_mean_tokens"]
 
 
+@pytest.mark.many  # the task has no state: as in test_resume.py
 def test_a_run_goes_on_in_another_layout(single, tmp_path, model, rows):
     saves = (*FORMS["last"], "checkpoint.every=2", "checkpoint.keep=9")
     run = tune(tmp_path / "run", model, rows, 1, *saves, "train.micro_batch_size=1")

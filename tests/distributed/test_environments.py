@@ -5,7 +5,7 @@ import pytest
 from hfdist.environments.registry import GROUP
 from hfdist.records import RunFolder, read_lines
 from tests.distributed import trl_runs
-from tests.distributed.policy_runs import ANSWERS, COMMON, MOODY
+from tests.distributed.policy_runs import ANSWERS, COMMON, MOODY, each_once, trained_prompts
 from tests.distributed.preference_runs import tune
 from tests.distributed.runs import eval_losses, weights
 from tests.marks import many
@@ -55,8 +55,9 @@ def lines(folder):
     ("num_ranks", "layout"),
     [
         (2, "ddp"),
-        (2, "pipeline"),
-        (2, "ddp task.generators=1 task.max_staleness=0"),
+        many(2, "pipeline"),
+        many(2, "ddp task.generators=1 task.max_staleness=0"),
+        (2, "pipeline task.generators=1 task.max_staleness=0"),
         many(2, "zero3"),
         many(2, "fsdp2"),
         many(2, "tensor"),
@@ -74,6 +75,10 @@ def test_a_layout_changes_no_episode(single, run, num_ranks, layout):
     assert eval_losses(folder) == pytest.approx(eval_losses(single))
     assert trl_runs.difference(weights(folder), weights(single)) < 1e-5
     assert first_episodes(folder) == first_episodes(single)
+    if "generators" in layout:
+        assert {line["staleness_max"] for line in lines(folder)} == {0}
+        assert max(line["mismatch"] for line in lines(folder)) < 1e-5
+        assert trained_prompts(folder) == each_once(STEPS)
 
 
 def first_episodes(folder):

@@ -91,10 +91,12 @@ def test_every_layout_gives_the_same_samples_and_figures(measured, strategy, num
             assert ours[name] == theirs[name], name
 
 
-def test_evaluations_leave_the_training_alone_bit_by_bit(measured, tmp_path):
+@pytest.mark.parametrize(("strategy", "num_processes"), [("single", 1), many("pipeline", 2)])
+def test_evaluations_leave_the_training_alone_bit_by_bit(measured, tmp_path, strategy, num_processes):
     dropout = "model.config.attention_dropout=0.2"
-    run = measured("pipeline", 2, dropout)
-    bare = pretrain(tmp_path, 2, "strategy=pipeline", *STEPS, *LIVELY, dropout, "train.eval_every=null")
+    run = measured(strategy, num_processes, dropout)
+    settings = (*STEPS, *LIVELY, dropout, "train.eval_every=null")
+    bare = pretrain(tmp_path, num_processes, f"strategy={strategy}", *settings)
     assert losses(run) == losses(bare)
     for name, reference in weights(bare).items():
         assert torch.equal(weights(run)[name], reference), name
@@ -116,7 +118,7 @@ def test_a_run_stops_early_and_does_so_again_when_it_is_resumed(tmp_path, cache_
 
     once_more = tmp_path / "finished"
     shutil.copytree(run, once_more)
-    pretrain(once_more, 2, "strategy=ddp", *PATIENT)
+    pretrain(once_more, 1, "strategy=single", *PATIENT)
     assert losses(once_more) == losses(run), "a run that has stopped early is a finished one"
 
     shutil.rmtree(run / "checkpoints" / "step-00000003")

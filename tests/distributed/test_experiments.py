@@ -85,7 +85,7 @@ def shrunk(experiment: str, folder: Path):
 
 
 # One of each kind; unit tests compose and plan them all.
-ALWAYS = ("gpt2_xl_zero2", "qwen3_30b_a3b", "qwen3_4b_sft")
+ALWAYS = ("gpt2_xl_zero2", "qwen3_4b_sft")
 # The experiments of test_reinforcement.py are small as they are.
 OTHERS = [name for name in EXPERIMENTS if name not in (*ALWAYS, *ARITHMETIC)]
 

@@ -31,7 +31,7 @@ def try_layout(families, layout):
 @pytest.mark.parametrize(
     ("num_ranks", "layout", "families"),
     [
-        (2, {"expert": 2}, ("qwen3_moe",)),
+        many(2, {"expert": 2}, ("qwen3_moe",)),
         many(4, {"expert": 4}, ("mixtral",)),
         many(4, {"expert": 2, "sharding": "fsdp2"}, FAMILIES),
         (4, {"expert": 2, "tensor": 2}, ("deepseek_v3",)),
@@ -93,7 +93,7 @@ def single(tmp_path_factory):
         many(4, {"expert": 4, "sharding": "fsdp2"}),
         # A run goes on in it, below.
         many(4, {"expert": 2, "sharding": "fsdp2"}),
-        (4, {"expert": 2, "context": 2}),
+        many(4, {"expert": 2, "context": 2}),
         many(8, {"expert": 2, "sharding": "fsdp2", "replicate": 2, "tensor": 2}),
     ],
 )
@@ -110,8 +110,8 @@ def test_losses_norms_weights_and_moments_are_those_of_one_process(single, tmp_p
         many(4, {"expert": 4}, adapted_model, "adamw_torch"),
         many(4, {"expert": 2, "tensor": 2}, adapted_model, "adamw_torch"),
         many(4, {"expert": 2, "pipeline": 2}, adapted_model, "adamw_torch"),
-        # It needs whole matrices.
-        (2, {"expert": 2}, make_model, "adafactor"),
+        # It needs whole matrices; test_optimizers.py has it in other layouts.
+        many(2, {"expert": 2}, make_model, "adafactor"),
         many(4, {"expert": 2, "sharding": "fsdp2"}, make_model, "adafactor"),
     ],
 )
@@ -127,7 +127,8 @@ def test_adapters_and_other_optimizers(tmp_path, num_ranks, layout, make, optimi
     [
         (1, {}, 4, {"expert": 2, "sharding": "fsdp2"}),
         many(4, {"expert": 2, "sharding": "fsdp2"}, 2, {"expert": 2}),
-        (2, {"expert": 2}, 1, {}),
+        # What it saves is compared with that of one process, above.
+        many(2, {"expert": 2}, 1, {}),
     ],
 )
 def test_a_run_goes_on_in_another_layout(single, tmp_path, num_ranks, layout, next_num_ranks, next_layout):
@@ -167,7 +168,7 @@ def adding_up():
 
 
 # What counts all is the mistake of test_tensor.py.
-@pytest.mark.parametrize("spoil", [counting_experts_of_one_rank, many(counting_all), adding_up])
+@pytest.mark.parametrize("spoil", [many(counting_experts_of_one_rank), many(counting_all), adding_up])
 def test_a_wrong_norm_or_gradient_shows(single, tmp_path, spoil):
     _, (reference, _) = single
     ours, _ = run_ranks(train, 2, tmp_path, {"expert": 2}, spoil)[0]
@@ -214,7 +215,7 @@ def choose(outputs, expert_ids):
     return logits, weights, torch.tensor(expert_ids, device=ids.device).expand_as(ids)
 
 
-@pytest.mark.parametrize("expert_ids", [[0, 1], [0, 3], [3, 2]])
+@pytest.mark.parametrize("expert_ids", [[0, 1], many([0, 3]), many([3, 2])])
 def test_every_token_is_computed_whichever_experts_are_chosen(expert_ids):
     """No token is dropped where all go to one rank; the other gets none, and still takes part."""
     num_blocks, num_pairs = SIZES["num_hidden_layers"], 2 * (5 + 9)

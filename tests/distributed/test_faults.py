@@ -35,9 +35,8 @@ pytestmark = pytest.mark.distributed
 CHAINS = {
     "ddp": [(Moment.first_batch, 1), (Moment.reduction, 3), (Moment.snapshot, 4), (Moment.prune, 4),
             (Moment.shutdown, 6)],
-    "zero3": [(Moment.backward, 1), (Moment.optimizer, 4)],
-    "pipeline": [(Moment.before_manifest, 2), (Moment.after_manifest, 4), (Moment.rename, 4),
-                 (Moment.export_moves, 6)],
+    "zero3": [(Moment.backward, 1), (Moment.after_manifest, 2), (Moment.optimizer, 4)],
+    "pipeline": [(Moment.before_manifest, 2), (Moment.rename, 4), (Moment.export_moves, 6)],
 }  # fmt: skip
 """One run after the other is killed there, and goes on until the next; `make faults` has every moment and layout."""
 
@@ -130,7 +129,9 @@ STOPS = [
 
 
 @pytest.mark.parametrize(
-    "stop", [*STOPS, *(pytest.param(stop, marks=pytest.mark.faults) for stop in draw_stops(20, seed=0))], ids=str
+    "stop",
+    [STOPS[-1], *(pytest.param(stop, marks=pytest.mark.faults) for stop in (STOPS[0], *draw_stops(20, seed=0)))],
+    ids=str,
 )
 def test_one_process_is_told_to_stop(references, tmp_path, stop):
     """All ranks save the same step and end, and the run goes on as if nothing had been."""

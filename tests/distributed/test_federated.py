@@ -57,6 +57,7 @@ def test_a_round_is_the_mean_of_what_clients_learn_weighted_by_tokens(tmp_path, 
     assert difference(alone[1], alone[2]) > 1e-3
 
 
+@pytest.mark.many  # its formula is in tests/unit/islands/test_outer.py
 def test_fedadam_steps_along_the_mean(tmp_path, alone):
     rule = ("islands.outer_optimizer=adam", "islands.outer_lr=0.01", "islands.outer_momentum=0.9")
     folders = run_clients(tmp_path, f"islands.every={EVERY}", *rule)

@@ -17,6 +17,7 @@ from hfdist.testing import RankFailed, run_ranks
 from hfdist.trainer.checkpointing.checkpointer import Checkpointer
 from tests.distributed.test_optimizers import saved
 from tests.distributed.trainers import GLOBAL_BATCH, STEPS, make_model, on_ranks, uneven_items
+from tests.marks import many
 
 pytestmark = pytest.mark.distributed
 
@@ -36,7 +37,7 @@ def drawn_apart(replicate):
     return first, {name: parameter.full_tensor().detach().numpy() for name, parameter in model.named_parameters()}
 
 
-@pytest.mark.parametrize("replicate", [1, 2])
+@pytest.mark.parametrize("replicate", [many(1), 2])
 def test_all_ranks_start_from_the_weights_of_rank_0(replicate):
     found = run_ranks(drawn_apart, 4, replicate)
     drawn = found[0][0]
@@ -65,7 +66,7 @@ def evaluated_by_the_original(folder):
     return num_held / sum(parameter.numel() for parameter in make_model().parameters())
 
 
-def test_predictions_leave_shards_behind_and_checkpoints_whole(tmp_path, monkeypatch):
+def test_predictions_leave_shards_behind_and_checkpoints_whole(tmp_path):
     assert max(run_ranks(evaluated_by_the_original, 2, tmp_path)) < 0.52
     plain, evaluated = (saved(tmp_path / name) for name in ("plain", "with"))
     assert evaluated.keys() == plain.keys()
@@ -73,13 +74,16 @@ def test_predictions_leave_shards_behind_and_checkpoints_whole(tmp_path, monkeyp
     path = tmp_path / "with" / f"checkpoint-{STEPS}"
     # By its class a Hub folder is opened, and the Trainer shifts labels.
     assert json.loads((path / "config.json").read_text())["architectures"] == ["LlamaForCausalLM"]
-    # The test of the test: without the hook the root stays whole.
+
+
+@pytest.mark.many  # the test of the test
+def test_without_the_hook_the_root_stays_whole(tmp_path, monkeypatch):
     monkeypatch.setattr(FsdpEngine, "_after_forward", lambda *_: None)
     monkeypatch.setattr(FsdpEngine, "_reshard", lambda *_: None)
     # It looks at the state dict, by which FSDP2 frees the root, too.
     monkeypatch.setattr(Checkpointer, "_check_holds_whole", lambda *_: None)
     with pytest.raises(RankFailed):
-        run_ranks(evaluated_by_the_original, 2, tmp_path / "spoilt")
+        run_ranks(evaluated_by_the_original, 2, tmp_path)
 
 
 @on_ranks(4)

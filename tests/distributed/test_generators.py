@@ -28,7 +28,8 @@ pytestmark = pytest.mark.distributed
 RATE_OF_ADAPTERS = "optimizer.lr=1e-2"
 
 
-@pytest.mark.parametrize(("task", "strategy"), [("grpo", "pipeline"), many("rloo", "fsdp2")])
+@pytest.mark.many  # episodes are the same with generators in test_environments.py
+@pytest.mark.parametrize(("task", "strategy"), [("grpo", "pipeline"), ("rloo", "fsdp2")])
 def test_without_staleness_it_is_the_training_within_the_step(tmp_path, policy, sums, cache_dir, task, strategy):
     own = (f"task={task}", *policy_runs.COMMON, "task.temperature=1.3", "task.top_k=9")
     plain = tune(tmp_path / "plain", policy, sums, 1, *own)
@@ -89,6 +90,8 @@ def test_generators_and_ranks_of_other_machines_with_an_adapter(
         f"adapter={adapter}",
         "adapter.rank=4",
         "adapter.alpha=8",
+        "task.temperature=1.3",
+        "task.top_k=9",
         RATE_OF_ADAPTERS,
     )
     plain = tune(tmp_path / "plain", policy, sums, 1, *own)
@@ -114,6 +117,7 @@ def test_generators_and_ranks_of_other_machines_with_an_adapter(
     assert [abs(one - size) < 2000 + 0.02 * size for one in sizes] == [True]
 
 
+@pytest.mark.many  # generators play in test_environments.py, too
 def test_generators_of_other_machines_play_the_episodes_that_ranks_play(
     tmp_path, policy, sums, cache_dir, generators, monkeypatch
 ):

@@ -13,6 +13,7 @@ from recipes.finetune import main
 from tests.distributed.runs import losses
 from tests.distributed.trainers import make_strategy, make_trainer
 from tests.hub_server import Cut, Status, User, hub, write_model  # noqa: F401
+from tests.marks import many
 from tests.unit.hub.tiny_gguf import write_gguf
 
 pytestmark = pytest.mark.distributed
@@ -120,17 +121,25 @@ def test_a_trainer_from_python_pushes_each_save(me, tmp_path):
     assert not any(TOKEN.encode() in content for content in there.values())
 
 
-def test_gguf_in_every_layout(cache_dir, model_folder, tmp_path):
+@pytest.fixture(scope="module")
+def gguf(model_folder, tmp_path_factory):
+    """A file of GGUF, written from the folder."""
+    return write_gguf(model_folder, tmp_path_factory.mktemp("gguf") / "tiny.gguf")
+
+
+@pytest.fixture(scope="module")
+def losses_of_folder(model_folder, gguf, tmp_path_factory, cache_dir):
+    # The tokenizer is the file's: transformers does not read off the file how it splits spaces before digits.
+    words = (f"model.name={model_folder}", f"model.tokenizer.name={gguf}")
+    return losses(tune(tmp_path_factory.mktemp("reference"), 1, *words))
+
+
+@pytest.mark.parametrize("strategy", ["zero3", many("pipeline")])
+def test_gguf_in_every_layout(losses_of_folder, gguf, tmp_path, strategy):
     """The same losses as from the folder of safetensors that the file was written from."""
-    file = write_gguf(model_folder, tmp_path / "tiny.gguf")
-    # The tokenizer is the file's in all of them: transformers does not read off the file how it splits spaces before
-    # digits.
-    reference = tune(tmp_path / "reference", 1, f"model.name={model_folder}", f"model.tokenizer.name={file}")
-    expected = losses(reference)
-    assert len(expected) == 3
-    for strategy in ("zero3", "pipeline"):
-        run_dir = tune(tmp_path / strategy, 2, f"strategy={strategy}", f"model.name={file}")
-        assert losses(run_dir) == pytest.approx(expected, rel=1e-5), strategy
-        assert "quantization_config" not in json.loads((run_dir / "model" / "config.json").read_text())
+    run_dir = tune(tmp_path, 2, f"strategy={strategy}", f"model.name={gguf}")
+    assert len(losses_of_folder) == 3
+    assert losses(run_dir) == pytest.approx(losses_of_folder, rel=1e-5)
+    assert "quantization_config" not in json.loads((run_dir / "model" / "config.json").read_text())
     assert AutoModelForCausalLM.from_pretrained(run_dir / "model")
     assert AutoTokenizer.from_pretrained(run_dir / "model")("def")["input_ids"]

@@ -44,6 +44,7 @@ PLAIN = ("optimizer.weight_decay=0", "optimizer.eps=1e-5", "optimizer.schedule=c
 SHORT = ("train.max_steps=7", "islands.every=3", "data.sequence_length=32", "train.micro_batch_size=2")
 
 
+@pytest.mark.many  # several islands are those of plain torch, below
 def test_one_island_is_the_inner_run(tmp_path):
     (island,) = run_islands(tmp_path, 1, 1, *AVERAGING, *SHORT)
     alone = pretrain(tmp_path / "alone", 1, *SHORT[:1], *SHORT[2:])
@@ -123,6 +124,7 @@ def test_islands_are_one_process_that_trains_their_shares_in_turn(tmp_path, keys
     assert wanted[0] != wanted[1]
 
 
+@pytest.mark.many  # the same mean as above, in a simpler case
 def test_every_step_with_sgd_is_ddp(tmp_path):
     sgd = ("optimizer.name=sgd", "optimizer.lr=0.1", *PLAIN, "data.packing=concat")
     folders = run_islands(tmp_path, 2, 1, *AVERAGING, *sgd, "train.global_batch_size=4", "islands.every=1")
@@ -189,12 +191,14 @@ SAVING = (
 )
 
 
-@pytest.mark.parametrize(("num_ranks", "layout"), [(1, "single"), many(2, "ddp")])
+@pytest.mark.many  # in test_parameter_server.py, too; what a round needs after a resume is in tests/unit/islands
+@pytest.mark.parametrize(("num_ranks", "layout"), [(1, "single"), (2, "ddp")])
 def test_a_killed_job_goes_on_as_if_nothing_had_been(tmp_path, num_ranks, layout):
     """The checkpoint of step 6 stands in the middle of a round."""
     goes_on_as_if_nothing_had_been(tmp_path, num_ranks, die_at(8), f"strategy={layout}", *SHORT, *SAVING)
 
 
+@pytest.mark.many  # they begin at one of an island in test_island_shares.py
 def test_islands_begin_at_a_checkpoint_of_an_ordinary_run(tmp_path):
     short = SHORT[2:]
     before = pretrain(tmp_path / "before", 2, "strategy=ddp", *short, *SAVING[2:], "train.max_steps=6")
@@ -235,7 +239,8 @@ DEATHS = {
 }
 
 
-@pytest.mark.parametrize("at_start", always(["in an exchange"], DEATHS))
+@pytest.mark.many  # one dies and comes back in test_island_shares.py, and in an exchange in tests/unit/islands
+@pytest.mark.parametrize("at_start", DEATHS.values(), ids=DEATHS)
 def test_the_others_go_on_where_an_island_dies_and_it_comes_back(tmp_path, at_start):
     sign, last = tmp_path / "is there", tmp_path / "again"
     keys = (*SHORT, "train.max_steps=18", "islands.every=3", "data.lanes=24", "checkpoint=none")
@@ -312,8 +317,9 @@ BAD_PARTS = {
 }
 
 
-@pytest.mark.parametrize(("change", "why"), BAD_PARTS.values(), ids=BAD_PARTS)
-def test_an_island_whose_parts_cannot_be_used_is_left_out_and_then_ended(tmp_path, change, why):
+@pytest.mark.parametrize("bad", always(["not finite"], BAD_PARTS))
+def test_an_island_whose_parts_cannot_be_used_is_left_out_and_then_ended(tmp_path, bad):
+    change, why = bad
     keys = (*SHORT, "train.max_steps=9", "islands.every=3", "checkpoint=none")
     log = tmp_path / "log"
     with served(log) as address:

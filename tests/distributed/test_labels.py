@@ -138,6 +138,7 @@ def test_a_layout_changes_nothing(single, start, tmp_path, form, layout):
     assert figures(run) or form == "numbers"
 
 
+@pytest.mark.many  # the task has no state: as in test_resume.py
 def test_a_run_goes_on_in_another_layout(single, start, tmp_path):
     saves = (*overrides_of("pairs"), "checkpoint.every=2", "checkpoint.keep=9")
     run = tune(tmp_path / "run", *start("pairs"), 1, *saves, "train.micro_batch_size=4")

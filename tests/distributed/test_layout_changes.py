@@ -19,7 +19,6 @@ from proofs.layout_changes import (
 )
 from recipes.pretrain import main
 from tests.distributed.runs import SMALL, StopsAt, losses, pretrain, weights
-from tests.marks import many
 
 pytestmark = pytest.mark.distributed
 
@@ -90,7 +89,8 @@ def test_a_run_that_changes_its_layout_again_and_again_trains_as_one_process_doe
     assert all(torch.equal(parameter, exported[name]) for name, parameter in model.named_parameters())
 
 
-@pytest.mark.parametrize("name", [next(iter(CONTROLS)), *map(many, list(CONTROLS)[1:])])
+@pytest.mark.many
+@pytest.mark.parametrize("name", CONTROLS)
 def test_what_a_checkpoint_lacks_shows(whole, tmp_path, name):
     middle = STEPS * len(CHAIN) // 2
     checkpoint = whole / "checkpoints" / f"step-{middle:08d}"

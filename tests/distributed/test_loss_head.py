@@ -58,9 +58,9 @@ def small_chunks():
     ("case", "strategy", "num_processes", "more"),
     [
         ("tied", "single", 1, ("train.gradient_checkpointing=true",)),
-        ("adapter on the head", "fsdp2", 2, ()),
+        many("adapter on the head", "fsdp2", 2, ()),
         many("tied", "zero3", 2, ()),
-        ("tied", "pipeline", 2, ("strategy.schedule=zbv",)),
+        many("tied", "pipeline", 2, ("strategy.schedule=zbv",)),
         many("head alone", "pipeline", 2, ("strategy.schedule=interleaved_zero_bubble",)),
         many("frozen head", "zero3", 2, ()),
         ("adapter on the head", "zero3", 2, ("model.loss=auto",)),

@@ -12,6 +12,7 @@ from hfdist.config.strategy import Sharding
 from hfdist.errors import ConfigError
 from hfdist.testing import RankFailed, run_ranks
 from tests.distributed.trainers import on_ranks
+from tests.marks import many
 from tests.zoo.models import tiny_config
 
 pytestmark = pytest.mark.distributed
@@ -156,9 +157,10 @@ def originals(tmp_path_factory):
 @pytest.mark.parametrize(
     ("sharding", "num_ranks", "kinds"),
     [
-        (Sharding.none, 3, list(KINDS)),
-        (Sharding.zero2, 2, ["causal that does not shift", "number"]),
-        (Sharding.zero3, 2, ["causal that does not shift", "spans"]),
+        (Sharding.none, 3, ["causal", "masked", "encoder and decoder", "classes", "module", "no labels"]),
+        many(Sharding.none, 3, list(KINDS)),
+        many(Sharding.zero2, 2, ["causal that does not shift", "number"]),
+        (Sharding.zero3, 2, ["number", "spans"]),
     ],
 )
 def test_weighs_as_if_all_were_one_batch(originals, tmp_path, sharding, num_ranks, kinds):

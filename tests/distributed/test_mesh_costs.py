@@ -4,7 +4,7 @@ import pytest
 
 from benchmarks.mesh import costs
 from hfdist.strategies.tensor import linear
-from tests.marks import many
+from tests.marks import chosen, many
 
 pytestmark = pytest.mark.distributed
 
@@ -18,8 +18,7 @@ ALWAYS = ("tensor, own plan", "expert")
 @pytest.fixture(scope="module")
 def measured(request):
     """Of the cases that are asked for."""
-    own = (item for item in request.session.items if item.path == request.path)
-    asked = {call.params["name"] for item in own if (call := getattr(item, "callspec", None))}
+    asked = chosen(request, "name")
     return costs.measure([name for name in costs.CASES if name in asked])
 
 

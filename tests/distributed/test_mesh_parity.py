@@ -11,9 +11,9 @@ from proofs.mesh_runs import (
     read_course,
     run_layout,
 )
-from tests.marks import many
 
-pytestmark = pytest.mark.distributed
+# Families beside one process are in test_layouts.py and test_experts.py, and on more ranks in test_pipeline_mesh.py.
+pytestmark = [pytest.mark.distributed, pytest.mark.many]
 
 TRAINED = ("llama", "mixtral")
 
@@ -38,7 +38,7 @@ def test_families_train_and_go_on_in_a_layout_as_in_one_process(root):
 
 
 # Those that no other test has: of masks, and of what has stayed gathered.
-@pytest.mark.parametrize("number", [1, many(2)])
+@pytest.mark.parametrize("number", [1, 2])
 def test_a_mistake_shows(root, tmp_path, number):
     row = run_control(root, CONTROLS[number], tmp_path)
     assert is_seen(row), row

@@ -135,16 +135,9 @@ def _stop(config):
 
 
 def test_a_run_that_is_told_to_stop_leaves_nothing_behind(tmp_path, cache_dir):
-    config = compose_config(
-        [
-            *SETTINGS,
-            *TWO.overrides,
-            f"run.dir={tmp_path}/run",
-            "run.name=stopped",
-            f"checkpoint.mirror=file://{tmp_path}/mirror",
-        ]
-    )
-    run_ranks(_stop, TWO.num_ranks, config)
+    mirror = f"checkpoint.mirror=file://{tmp_path}/mirror"
+    config = compose_config([*SETTINGS, *ONE.overrides, f"run.dir={tmp_path}/run", "run.name=stopped", mirror])
+    run_ranks(_stop, ONE.num_ranks, config, group=False)
     [path] = (tmp_path / "run/checkpoints").glob("step-*")
     assert path.name != step_name(SAVED)
     assert (tmp_path / f"mirror/stopped/{path.name}.json").is_file()

@@ -1,4 +1,4 @@
-"""The outer optimizer: what a checkpoint keeps of it is all that the next round needs."""
+"""The outer optimizer: its formula, and what a checkpoint keeps of it is all that the next round needs."""
 
 from dataclasses import replace
 
@@ -44,3 +44,17 @@ def test_a_round_after_a_resume_is_the_round_that_would_have_been(fields):
     assert resumed.step == 1
     assert resumed.digest() == whole.digest()
     assert torch.equal(take(resumed, other_weights, 2), take(whole, weights, 2))
+
+
+def test_adam_is_that_of_the_paper():
+    """FedAdam, without correction of the bias (Reddi et al. 2021, Algorithm 2)."""
+    rate, beta1, beta2, eps = 0.01, 0.9, 0.99, 1e-3
+    outer, weights = begun(outer_optimizer=OuterRule.adam, outer_lr=rate, outer_momentum=beta1)
+    wanted = weights.double().clone()
+    mean, square = torch.zeros_like(wanted), torch.zeros_like(wanted)
+    for step in (1, 2):
+        change = torch.linspace(0.1, 0.5, weights.numel()).double().view(weights.shape) * step
+        mean = beta1 * mean + (1 - beta1) * change
+        square = beta2 * square + (1 - beta2) * change**2
+        wanted = wanted - rate * mean / (square.sqrt() + eps)
+        torch.testing.assert_close(take(outer, weights, step).double(), wanted, rtol=1e-6, atol=1e-6)
