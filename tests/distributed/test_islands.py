@@ -191,8 +191,7 @@ SAVING = (
 )
 
 
-@pytest.mark.many  # in test_parameter_server.py, too; what a round needs after a resume is in tests/unit/islands
-@pytest.mark.parametrize(("num_ranks", "layout"), [(1, "single"), (2, "ddp")])
+@pytest.mark.parametrize(("num_ranks", "layout"), [(1, "single"), many(2, "ddp")])
 def test_a_killed_job_goes_on_as_if_nothing_had_been(tmp_path, num_ranks, layout):
     """The checkpoint of step 6 stands in the middle of a round."""
     goes_on_as_if_nothing_had_been(tmp_path, num_ranks, die_at(8), f"strategy={layout}", *SHORT, *SAVING)
