@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -67,7 +67,7 @@ def noting_values(model: nn.Module) -> Iterator[list[torch.Tensor]]:
     def note(head: nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
         # A loss that is computed in chunks calls the head of tokens again.
         if not found:
-            value_head = base.get_submodule(_NAME)
+            value_head = cast(nn.Linear, base.get_submodule(_NAME))
             found.append(value_head(inputs[0].to(value_head.weight.dtype)).squeeze(-1).float())
 
     # Within the forward, where sharded weights are whole. First: tensor ranks change what the head of tokens reads.
