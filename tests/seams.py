@@ -80,6 +80,7 @@ SEAMS = {
     "_orig_mod": "torch._dynamo.OptimizedModule",
     "_overloadpacket": "torch._ops.OpOverload",
     "_prepare_context_parallel_inputs": "transformers.Trainer",
+    "_prepare_input": "transformers.Trainer",
     "_prepare_inputs": "transformers.Trainer",
     "_propagate_tensor_meta_non_cached": "torch.distributed.tensor._sharding_prop.ShardingPropagator",
     "_push_from_checkpoint": "transformers.Trainer",

@@ -145,7 +145,7 @@ class EngineTrainer(transformers.Trainer):
         num_items_in_batch: torch.Tensor | int | None = None,
     ) -> Any:
         """As the original; it multiplies the model's own loss by the number of processes only if there are several."""
-        is_own = self.compute_loss_func is None and self.label_smoother is None and self.args.n_gpu <= 1
+        is_own = self.compute_loss_func is None and self.label_smoother is None and self.training.num_gpus <= 1
         # Nothing was put in its place at run time.
         is_original = getattr(transformers.Trainer.compute_loss, "__globals__", None) is vars(transformers.trainer)
         if self.engine is None or return_outputs or not (is_own and is_original):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import cached_property
 from typing import cast
 
 import torch
@@ -69,6 +70,16 @@ class Training:
         """The engine of the present model."""
         assert self.made_engine is not None
         return self.made_engine
+
+    @cached_property
+    def device(self) -> torch.device:
+        """The device of this process: `args.device`, which looks each time whether torch is installed."""
+        return self.trainer.args.device
+
+    @cached_property
+    def num_gpus(self) -> int:
+        """GPUs of this process, as `args.n_gpu`; it looks as `args.device` does."""
+        return self.trainer.args.n_gpu
 
     # ---- what transformers replaces ----
 

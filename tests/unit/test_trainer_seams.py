@@ -196,6 +196,8 @@ STEP = {
         "accelerator", "args", "compute_loss_func", "get_tp_size", "label_smoother", "model",
         "model_accepts_loss_kwargs",
     },
+    "_prepare_inputs": {"_prepare_input", "_signature_columns"},
+    "_prepare_input": {"_prepare_input", "accelerator", "args", "is_deepspeed_enabled"},
     "_clip_grad_norm": {"_has_mixed_mesh_grads", "_mixed_mesh_grad_norm", "accelerator", "args", "optimizer"},
 }  # fmt: skip
 

@@ -273,17 +273,17 @@ class CutSequences:
         """Where each piece begins, counted from the first turn."""
         self._piece_ends = [0, *np.searchsorted(numbers, np.arange(1, num_sequences)).tolist(), len(owners)]
         self._sizes = sizes.tolist()
-        holders, firsts = items.arrays[owners], items.starts[owners] + used
+        in_arrays, firsts = items.arrays[owners], items.starts[owners] + used
         self._arrays = arrays
         self._blanks: dict[int, list[tuple[int, int]]] = {}
         blanks = np.flatnonzero(items.fates[owners] == Status.quarantined)
         if len(blanks):
             self._arrays = {**arrays, _FILLING: filling(shape.length, shape)}
-            holders[blanks], firsts[blanks] = _FILLING, 0
+            in_arrays[blanks], firsts[blanks] = _FILLING, 0
         for piece in blanks.tolist():
             start = int(starts[piece]) % shape.length
             self._blanks.setdefault(int(numbers[piece]), []).append((start, start + self._sizes[piece]))
-        self._spans = holders.tolist(), firsts.tolist(), (firsts + sizes).tolist()
+        self._spans = in_arrays.tolist(), firsts.tolist(), (firsts + sizes).tolist()
         """The array of each piece, and where it begins and ends in it."""
         self._places = _next_places(items, ends, num_sequences, shape.length)
 

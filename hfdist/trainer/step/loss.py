@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 import transformers
+import transformers.trainer
 from accelerate import Accelerator
 from accelerate.utils import find_batch_size
 from torch import nn
@@ -111,17 +112,33 @@ class WeightedLoss:
     def of(self, model: nn.Module, batch: Batch, num_items: torch.Tensor | int | None) -> torch.Tensor:
         """Compute the loss as the trainer's class does, divided by the targets of the global batch."""
         trainer = self._training.trainer
-        inputs = trainer._prepare_inputs(batch)
+        inputs = self._on_device(batch)
         group = self._training.engine.loss_group
         only = nullcontext() if group is None else gathering(trainer.accelerator, group)
         with trainer.compute_loss_context_manager(), only:
             return cast(torch.Tensor, trainer.compute_loss(model, inputs, num_items_in_batch=num_items))
 
+    def _on_device(self, batch: Batch) -> Batch:
+        """Move a batch as the class does. The original asks for the device anew at each tensor."""
+        is_plain = type(batch) is dict and set(map(type, batch.values())) == {torch.Tensor}
+        if not (is_plain and self._moves_as_original):
+            return cast(Batch, self._training.trainer._prepare_inputs(batch))
+        return {name: values.to(self._training.device) for name, values in batch.items()}
+
+    @cached_property
+    def _moves_as_original(self) -> bool:
+        """Whether the class moves a batch as `transformers.Trainer` does; DeepSpeed asks for another type, too."""
+        trainer = self._training.trainer
+        methods = [getattr(trainer, name) for name in ("_prepare_inputs", "_prepare_input")]
+        # Nothing was put in its place at run time.
+        is_original = all(getattr(one, "__globals__", None) is vars(transformers.trainer) for one in methods)
+        return is_original and not trainer.is_deepspeed_enabled
+
     def of_micro_batch(self, model: nn.Module, batch: Batch, num_items: torch.Tensor | int | None) -> torch.Tensor:
         """Compute what a micro batch adds to the loss of its step; the rest of `Trainer.training_step`."""
         trainer = self._training.trainer
         loss = self.of(model, batch, num_items)
-        if trainer.args.n_gpu > 1:
+        if self._training.num_gpus > 1:
             loss = loss.mean()
         is_divided = trainer.loss_is_scaled_for_ga
         if is_divided is None:
@@ -136,7 +153,7 @@ class WeightedLoss:
         """
         trainer, convention = self._training.trainer, self.convention
         assert convention is not None
-        weight = convention.weight(batch).to(trainer.args.device)
+        weight = convention.weight(batch).to(self._training.device)
         # The user's `compute_loss_func` may ask for a number, even if it does not divide by it.
         own_number = None if trainer.compute_loss_func is None else weight.clamp(min=1)
         result = mean(convention.prepared(batch, weight), num_items_in_batch=own_number)
@@ -150,7 +167,7 @@ class WeightedLoss:
         """Give the sum of the losses of all targets (float64), and their number; the batch must be on its device."""
         trainer, convention = self._training.trainer, self.convention
         assert convention is not None
-        weight = convention.weight(batch).to(trainer.args.device)
+        weight = convention.weight(batch).to(self._training.device)
         # Divided by the targets of this batch, the loss is their mean.
         mean = self.of(model, batch, weight.clamp(min=1)).double()
         if trainer.args.average_tokens_across_devices:
