@@ -30,7 +30,8 @@ def tune(*overrides):
         ("rloo", RowFormat.prompt_completion, Packing.none),
         ("ppo", RowFormat.prompt_completion, Packing.none),
         ("online_dpo", RowFormat.prompt_completion, Packing.none),
-        ("causal_lm", RowFormat.auto, Packing.best_fit),
+        # Rows may have images, and then their model decides.
+        ("causal_lm", RowFormat.auto, Packing.auto),
         ("distill", RowFormat.auto, Packing.best_fit),
         ("embed", RowFormat.retrieval, Packing.best_fit),
         ("seq2seq", RowFormat.source_target, Packing.none),
