@@ -111,9 +111,12 @@ def images_of_past_run(config: RunConfig, tokenizer: PreTrainedTokenizerBase) ->
 def _check_layout(config: RunConfig) -> None:
     strategy = config.strategy
     divided = [f"strategy.{name}={degree}" for name in _AXES if (degree := getattr(strategy, name, 1)) > 1]
+    if strategy.pipeline > 1 and strategy.sharding.is_deepspeed:
+        # Data ranks with images and without would reduce other gradients.
+        divided.append(f"strategy.sharding={strategy.sharding.value}")
     if divided:
         raise ConfigError(
-            "this layout shares sequences or experts over ranks, which is not tried on rows with images yet",
+            "this layout shares sequences, experts or optimizer states: not tried on rows with images yet",
             where=", ".join(one.partition("=")[0] for one in divided),
             found=", ".join(divided),
             allowed="ddp, ZeRO, FSDP2, strategy.pipeline, strategy.tensor",

@@ -86,7 +86,6 @@ def check_equal(run, reference):
         ),
         many("gemma3", "pipeline strategy.pipeline=2", 4),
         many("qwen2_5_vl", "pipeline strategy.sharding=fsdp2", 4),
-        many("llava", "pipeline_zero1", 4),
         many("internvl", "tensor strategy.pipeline=2", 4),
         many("idefics3", "hsdp", 4),
         many("llava", "pipeline adapter=lora", 2),
