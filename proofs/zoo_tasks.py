@@ -11,6 +11,7 @@ import sys
 import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 import torch
@@ -20,7 +21,7 @@ from benchmarks.table import markdown
 from hfdist.config.task import Head
 from hfdist.strategies.self_check import GRADIENT_BOUND
 from tests.zoo.splitting import TOLERANCE
-from tests.zoo.tasks import Tried, as_values, try_apart, types_of
+from tests.zoo.tasks import Tried, try_apart, types_of
 
 TITLES = {
     Head.masked: "Masked models: `task=mlm`",
@@ -104,7 +105,7 @@ def find_all(kept: Path) -> Found:
             if model_type not in found[head]:
                 tried = found[head][model_type] = try_apart(model_type, head)
                 with kept.open("a", encoding="utf-8") as file:
-                    file.write(json.dumps({"head": head.value, "type": model_type} | as_values(tried)) + "\n")
+                    file.write(json.dumps({"head": head.value, "type": model_type} | asdict(tried)) + "\n")
                 sys.stderr.write(f"{head.value}, {model_type}: {tried.verdict}\n")
     return {head: dict(sorted(of_head.items())) for head, of_head in found.items()}
 

@@ -9,8 +9,7 @@ from __future__ import annotations
 
 import functools
 import tempfile
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -226,8 +225,8 @@ def hfdist_loss(head: Head, model: PreTrainedModel, batch: Batch) -> torch.Tenso
         case Head.targets:
             loss = SequenceToSequence().loss(model, batch)
         case Head.labels | Head.token_labels:
-            texts: Mapping[str, torch.Tensor] = {IDS: batch["input_ids"][None], MASK: batch["attention_mask"][None]}
-            logits = Classification(_tokenizer(), LabelsConfig(names=["a", "b"])).read(model, dict(texts))[0]
+            texts = {IDS: batch["input_ids"][None], MASK: batch["attention_mask"][None]}
+            logits = Classification(_tokenizer(), LabelsConfig(names=["a", "b"])).read(model, texts)[0]
             return cross_entropy(logits.flatten(0, -2), batch["labels"].flatten(), ignore_index=IGNORED)
         case _:
             return own_loss(head, model, batch)
@@ -244,8 +243,3 @@ def _tokenizer() -> PreTrainedTokenizerBase:
 def _short(reason: str) -> str:
     reason = " ".join(reason.split())
     return reason if len(reason) <= _LONGEST_REASON else f"{reason[: _LONGEST_REASON - 3]}..."
-
-
-def as_values(tried: Tried) -> dict[str, str | float]:
-    """Give what a line of JSON holds of it."""
-    return asdict(tried)
