@@ -31,7 +31,7 @@ GAIN = 0.5
 PARTS = ("colour", "form", "row", "column")
 NUM_SHOWN, NUM_COLUMNS = 8, 4
 """Images of the picture, and of them in a row."""
-_MAGNIFIED, _MARGIN, _LINE = 4, 12, 20
+_MAGNIFIED, _MARGIN, _LINE = 5, 12, 18
 """Of a pixel, in pixels; around an image; height of a line of text."""
 _ROWS_AT_ONCE = 50
 
@@ -84,7 +84,7 @@ def share_right(captions: Sequence[str], expected: Sequence[str], part: int | No
 
 def draw_picture(shown: Sequence[Captioned]) -> Image.Image:
     """Draw images with what the model says of them, before and after."""
-    font, pictures = ImageFont.load_default(size=14), [Image.open(one.image) for one in shown]
+    font, pictures = ImageFont.load_default(size=12), [Image.open(one.image) for one in shown]
     side = _MAGNIFIED * pictures[0].width
     width, height = side + 2 * _MARGIN, side + 2 * _LINE + 2 * _MARGIN
     sheet = Image.new("RGB", (NUM_COLUMNS * width, -(-len(shown) // NUM_COLUMNS) * height), "white")
@@ -103,7 +103,7 @@ def draw_picture(shown: Sequence[Captioned]) -> Image.Image:
 def _printable(caption: str) -> str:
     """Shorten a caption of random weights, which may hold any bytes."""
     kept = "".join(letter if letter.isascii() and letter.isprintable() else "?" for letter in caption)
-    return kept if len(kept) <= 24 else f"{kept[:21]}..."
+    return kept if len(kept) <= 32 else f"{kept[:24]}..."
 
 
 def describe(before: Sequence[str], after: Sequence[str], expected: Sequence[str], cost: Cost) -> str:

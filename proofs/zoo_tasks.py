@@ -1,4 +1,4 @@
-"""Write the table of all types of other tasks than the next token: `python -m proofs.zoo_tasks docs/zoo-tasks.md`.
+"""Write the table of all masked models and encoder-decoders: `python -m proofs.zoo_tasks docs/zoo-tasks.md`.
 
 What is found of a type is kept in a file, so that a run that was stopped goes on where it was.
 """
@@ -25,11 +25,7 @@ from tests.zoo.tasks import Tried, try_apart, types_of
 
 TITLES = {
     Head.masked: "Masked models: `task=mlm`",
-    Head.labels: "Classifiers and cross-encoders: `task=classify`, `task=rerank`",
-    Head.token_labels: "Classifiers of words: `task=token_classify`",
-    Head.none: "Embedding models: `task=embed`",
     Head.targets: "Encoder-decoders: `task=seq2seq`, `task=span_corruption`",
-    Head.tokens: "Models of image and text, on text alone: `hfdist finetune`",
 }
 Found = Mapping[Head, Mapping[str, Tried]]
 
@@ -42,7 +38,7 @@ def page(found: Found) -> str:
     ]
     sections = [f"## {title}\n\n{_table(found[head])}\n{_reasons(found[head])}" for head, title in TITLES.items()]
     return f"""\
-# The zoo of other tasks
+# The zoo of masked models and encoder-decoders
 
 Each type of transformers {transformers.__version__} that has a class for a task is tried with a small model of random
 weights (float32, CPU, torch {torch.__version__.partition("+")[0]}). [The zoo](zoo.md) has the causal language models.
@@ -56,8 +52,7 @@ make zoo
 *Exact*: on one process hfdist's loss and all gradients are those of the class itself, for texts of several lengths, up
 to {TOLERANCE:g}. Under FSDP2 over two ranks, of which each runs two micro batches, they are those of one process;
 gradients may differ by {GRADIENT_BOUND:g}. The saved folder has the bytes that `save_pretrained` writes, or
-*converted* tensors as its files have them, and the class opens it again with the same loss. An embedding model is
-tried with all its states; a model of image and text with its own loss of text, and its tower frozen.
+*converted* tensors as its files have them, and the class opens it again with the same loss.
 *Refused*: a run says so before it trains, and why. *Not yet*: it could not be tried, because no small model can be made
 of its default config, or because it reads more than texts. Each type has processes of its own, with limits.
 
