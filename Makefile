@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo finetune test bench matrices zoo parity mesh layouts images finetuning reinforcement environments distillation interruptions faults soak cluster jobs ray shares canary gpu gpus sweeps widths plan mutations coverage readme docs check format clean
+.PHONY: help setup demo finetune test bench matrices zoo parity mesh layouts images finetuning reinforcement environments distillation captions pretraining interruptions faults soak cluster jobs ray shares canary gpu gpus sweeps widths plan mutations coverage readme docs check format clean
 
 help:  ## List the commands.
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 16
@@ -71,6 +71,12 @@ environments: $(READY)  ## Let GRPO teach a small model to use a calculator, by 
 
 distillation: $(READY)  ## Train a small student with and without a teacher, by three seeds, and write docs/distillation-proof.md (8 minutes).
 	$(BIN)/python -m proofs.distillation docs/distillation-proof.md
+
+captions: $(READY)  ## Let a small model of image and text caption drawn shapes, and write docs/captions-proof.md and its picture (3 minutes).
+	$(BIN)/python -m proofs.captions docs/captions-proof.md docs/images/captions.png
+
+pretraining: $(READY)  ## Train a classifier from a pretrained encoder and without, by three seeds, and write docs/pretraining-proof.md (5 minutes).
+	$(BIN)/python -m proofs.pretraining docs/pretraining-proof.md
 
 interruptions: $(READY)  ## Stop and resume streams and runs in thousands of ways, and prove that nothing is lost or repeated.
 	$(BIN)/python -m pytest tests/unit/data/test_any_interruption.py -m many

@@ -10,13 +10,15 @@ import os
 import shlex
 import subprocess
 import sys
+import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from benchmarks.table import markdown
 from hfdist.units import duration, share, short, size
-from tests.unit.config.shipped import EXPERIMENTS, plan_of
+from proofs.follow_readme import ROOT, shown_programs
+from tests.unit.config.shipped import PLANNED, UNPLANNED, plan_of
 
 PRICE = 2.5
 """Of an hour of one GPU, in USD: an example. Those on a CPU have no price."""
@@ -43,12 +45,18 @@ hour of a GPU, which is an example. The figures of a CPU are those of the machin
 """
 
 
-def plan(experiment: str) -> dict[str, Any] | str:
-    """Give what `hfdist plan --json` says; a text: why there is no plan."""
+def plan(experiment: str, folder: Path) -> dict[str, Any] | str:
+    """Give what `hfdist plan --json` says in a folder; a text: why there is no plan."""
     words = [*plan_of(experiment), "--json"]
     if _is_elsewhere(experiment):
         words.append(f"cost.price_per_hour={PRICE}")
-    done = subprocess.run([sys.executable, "-m", "hfdist", "plan", *words], capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [sys.executable, "-m", "hfdist", "plan", *words],
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     try:
         return dict(json.loads(done.stdout))
     except ValueError:
@@ -60,14 +68,23 @@ def _is_elsewhere(experiment: str) -> bool:
     return any(word.startswith("plan.hardware=") for word in plan_of(experiment))
 
 
+def plan_all() -> dict[str, dict[str, Any] | str]:
+    """Plan each, in a folder with the small model that a page makes."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        program = shown_programs(ROOT / "docs" / "image-text.md")["shapes.py"]
+        subprocess.run([sys.executable, "-c", program], cwd=folder, check=True)
+        # First those of this machine, which is measured for them.
+        here = {name: plan(name, folder) for name in PLANNED if not _is_elsewhere(name)}
+        others = [name for name in PLANNED if name not in here]
+        with ThreadPoolExecutor(os.cpu_count()) as pool:
+            found_of_others = dict(zip(others, pool.map(lambda name: plan(name, folder), others), strict=True))
+    return {name: (here | found_of_others)[name] for name in PLANNED}
+
+
 def page() -> str:
     """The whole page."""
-    # First those of this machine, which is measured for them.
-    here = {name: plan(name) for name in EXPERIMENTS if not _is_elsewhere(name)}
-    others = [name for name in EXPERIMENTS if name not in here]
-    with ThreadPoolExecutor(os.cpu_count()) as pool:
-        found_of_others = dict(zip(others, pool.map(plan, others), strict=True))
-    plans = {name: (here | found_of_others)[name] for name in EXPERIMENTS}
+    plans = plan_all()
     made = {name: found for name, found in plans.items() if not isinstance(found, str)}
     needs = [[f"`{name}`", _machines(found), *_memory(found), found["binds"]] for name, found in made.items()]
     times = [[f"`{name}`", *_time(found), *_whole_run(found)] for name, found in made.items()]
@@ -83,11 +100,11 @@ def page() -> str:
         markdown(["experiment", "planned", "published"], _beside_published(made)),
         "\nThe others have layouts and kernels of their own.\n",
         "## Commands\n",
-        *(f"* `hfdist plan {shlex.join(plan_of(name))}`" for name in EXPERIMENTS),
+        *(f"* `hfdist plan {shlex.join(plan_of(name))}`" for name in PLANNED),
     ]
-    missing = [f"* `{name}`: {found}" for name, found in plans.items() if isinstance(found, str)]
-    if missing:
-        parts += ["\n## Not planned\n", *missing]
+    missing = {name: found for name, found in plans.items() if isinstance(found, str)}
+    missing |= dict.fromkeys(UNPLANNED, "a plan does not know the steps of its task")
+    parts += ["\n## Not planned\n", *(f"* `{name}`: {why}" for name, why in sorted(missing.items()))]
     return "\n".join(parts) + "\n"
 
 

@@ -166,7 +166,8 @@ def _differ_by_padding(model: PreTrainedModel) -> float:
 def _ids(model: PreTrainedModel, length: int) -> torch.Tensor:
     vocab_size: int = model.config.get_text_config().vocab_size
     ids = _FIRST_ID + 1 + (torch.arange(length) * 7) % (min(vocab_size, 100) - _FIRST_ID - 1)
-    end = model.config.get_text_config().eos_token_id
+    # Configs of some types have no such field.
+    end = getattr(model.config.get_text_config(), "eos_token_id", None)
     if isinstance(end, int) and end != model.config.get_text_config().pad_token_id:
         # Some classes take the state of this token for that of the text.
         ids[-1] = end

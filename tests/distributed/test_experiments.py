@@ -13,7 +13,7 @@ from hfdist.testing import run_ranks
 from recipes import finetune, pretrain
 from tests.distributed.runs import eval_losses, losses
 from tests.marks import many
-from tests.unit.config.shipped import ARITHMETIC, EXPERIMENTS, primary_of
+from tests.unit.config.shipped import EXPERIMENTS, OF_PAGES, primary_of
 from tests.unit.data.chat_styles import chat_tokenizer
 
 pytestmark = pytest.mark.distributed
@@ -86,8 +86,8 @@ def shrunk(experiment: str, folder: Path):
 
 # One of each kind; unit tests compose and plan them all.
 ALWAYS = ("gpt2_xl_zero2", "qwen3_4b_sft")
-# The experiments of test_reinforcement.py are small as they are.
-OTHERS = [name for name in EXPERIMENTS if name not in (*ALWAYS, *ARITHMETIC)]
+# test_reinforcement.py and test_page_examples.py run those of pages.
+OTHERS = [name for name in EXPERIMENTS if name not in (*ALWAYS, *OF_PAGES)]
 
 
 @pytest.mark.parametrize("experiment", [*ALWAYS, *map(many, OTHERS)])

@@ -118,7 +118,7 @@ def full_config(model_type: str) -> PreTrainedConfig:
 def tiny_config(model_type: str, num_blocks: int = 6) -> PreTrainedConfig:
     """Give a config with `num_blocks` narrow blocks of all the type's kinds; no dropout, cache or router loss."""
     config = shrink(full_config(model_type), num_blocks=num_blocks)
-    _switch_off(config)
+    switch_off(config)
     if model_type == "gemma3n":
         # Its own tower comes from timm, which hfdist does not need; the config's check lets no other through.
         sizes = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -181,11 +181,11 @@ def tiny_batch(
     return batch
 
 
-def _switch_off(config: PreTrainedConfig) -> None:
+def switch_off(config: PreTrainedConfig) -> None:
     """Take away what makes two runs differ, and what a split cannot have."""
     for name, value in vars(config).items():
         if isinstance(value, PreTrainedConfig):
-            _switch_off(value)
+            switch_off(value)
         elif isinstance(value, float) and re.fullmatch(DROPOUTS, name):
             setattr(config, name, 0.0)
         elif name in ("use_cache", "output_router_logits"):

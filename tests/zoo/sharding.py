@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import shutil
 import tempfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,9 +35,12 @@ from tests.zoo.hub_files import differing, filled
 from tests.zoo.models import tiny_batch, tiny_model
 from tests.zoo.splitting import (
     TOLERANCE,
+    Batch,
     Gradients,
+    Loss,
     compare_gradients,
     compare_losses,
+    model_loss,
     run_whole,
     take_gradients,
 )
@@ -153,12 +156,34 @@ def try_types(model_types: Iterable[str], **layout: Any) -> dict[str, Sharded]:
 
 def try_type(model_type: str, strategy: Strategy) -> Sharded:
     """Run two micro batches on each data rank, and all of them on the whole model."""
-    size, rank = strategy.topology.data, strategy.topology.data_rank
     model = tiny_model(model_type)
-    batches = [tiny_batch(model, seed=seed) for seed in range(NUM_MICROBATCHES * size)]
+    batches = [tiny_batch(model, seed=seed) for seed in range(NUM_MICROBATCHES * strategy.topology.data)]
+    # Without whole logits where the model has one head.
+    head = LossHead() if hasattr(model.get_output_embeddings(), "out_features") else None
+    return compare_sharded(model, batches, strategy, head=head)
+
+
+def compare_sharded(
+    model: PreTrainedModel,
+    batches: Sequence[Batch],
+    strategy: Strategy,
+    *,
+    loss: Loss = model_loss,
+    head: LossHead | None = None,
+) -> Sharded:
+    """Run the data rank's share of the micro batches on its part of the model, and all of them on the whole model.
+
+    Args:
+        model: whole; it is changed.
+        batches: `NUM_MICROBATCHES` for each data rank.
+        strategy: shards it.
+        loss: of a micro batch.
+        head: in place of the logits of all but the last micro batch; None: they are whole.
+    """
+    size, rank = strategy.topology.data, strategy.topology.data_rank
     # Before a forward: some models keep what one computes, and cannot be copied after it.
     given = copy.deepcopy(model)
-    whole = run_whole(model, batches)
+    whole = run_whole(model, batches, loss)
     try:
         engine = build_engine(strategy, model)
     except ConfigError as error:
@@ -166,11 +191,9 @@ def try_type(model_type: str, strategy: Strategy) -> Sharded:
     saved = compare_saved(engine, given)
     own = slice(rank * NUM_MICROBATCHES, (rank + 1) * NUM_MICROBATCHES)
     *first, last = batches[own]
-    # Without whole logits where the model has one head, and the last one with them.
-    head = LossHead() if hasattr(model.get_output_embeddings(), "out_features") else None
     with engine.accumulating():
-        losses = [_train(model, batch, head) for batch in first]
-    losses.append(_train(model, last))
+        losses = [_train(model, batch, loss, head) for batch in first]
+    losses.append(_train(model, last, loss))
     engine.clip_grad_norm(0.0)
     unused = {name for name, parameter in model.named_parameters() if parameter.grad is None}
     with torch.no_grad():
@@ -274,8 +297,8 @@ def _loss_of_share(model: torch.nn.Module, batch: dict[str, torch.Tensor], num_i
     return loss
 
 
-def _train(model: torch.nn.Module, batch: dict[str, torch.Tensor], head: LossHead | None = None) -> float:
+def _train(model: PreTrainedModel, batch: Batch, loss: Loss, head: LossHead | None = None) -> float:
     with nullcontext() if head is None else head.deferring(model):
-        loss = model(**batch).loss
-    loss.backward()
-    return loss.item()
+        found = loss(model, batch)
+    found.backward()
+    return found.item()

@@ -20,11 +20,11 @@ from hfdist.config.sweep import SweepConfig
 from hfdist.errors import ConfigError
 from hfdist.tools.jobs.cluster import ClusterConfig
 from tests.unit.config.shipped import (
-    ARITHMETIC,
     CONF,
     EXPERIMENTS,
     GROUPS,
     NEEDED,
+    OF_PAGES,
     OPTIONS,
     needed_overrides,
     primary_of,
@@ -70,7 +70,7 @@ def test_options_of_all_groups_compose_within_each_experiment(experiment):
         # Islands train next tokens only.
         kept.add("islands")
     # After the others, which so keep the options that go together.
-    experiments = [*(name for name in EXPERIMENTS if name not in ARITHMETIC), *ARITHMETIC]
+    experiments = [*(name for name in EXPERIMENTS if name not in OF_PAGES), *OF_PAGES]
     for group in GROUPS:
         if group not in kept:
             # One an experiment, and each with some.

@@ -1,0 +1,65 @@
+"""The examples of pages that make their own model, in small: their programs, then two steps of their experiments."""
+
+import pytest
+from transformers import AutoModelForImageTextToText, AutoModelForSequenceClassification
+
+from hfdist.config.composition.compose import compose_config
+from hfdist.records import RunFolder, read_lines
+from hfdist.testing import run_ranks
+from proofs.captions import read_held_out, share_right, write_captions
+from proofs.follow_readme import ROOT, shown_programs
+from proofs.pretraining import SIDES
+from recipes import finetune, tune
+
+pytestmark = pytest.mark.distributed
+
+SHORT = ("train.max_steps=2", "train.eval_every=2", "train.global_batch_size=8", "train.micro_batch_size=4",
+         "optimizer.warmup_steps=1", "data.eval_sequences=8", "data.workers=0", "report=quiet")  # fmt: skip
+
+
+def run_program(page, name, **numbers):
+    """Run the program of a page, with other numbers."""
+    program = shown_programs(ROOT / "docs" / page)[name]
+    for old, new in numbers.items():
+        assert program.count(old[1:]) == 1
+        program = program.replace(old[1:], new)
+    # What it imports is here already.
+    exec(compile(program, name, "exec"), {})
+
+
+def train(main, experiment, primary, *words):
+    config = compose_config([f"+experiment={experiment}", *SHORT, *words], name=primary)
+    run_ranks(main.main.__wrapped__, 2, config)
+    return config.run
+
+
+def test_a_small_model_of_image_and_text_is_made_and_trains(tmp_path, cache_dir, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run_program("image-text.md", "shapes.py", _4000="32", _200="8")
+    train(finetune, "shapes_captions", "finetune")
+    images, questions, expected = read_held_out(tmp_path / "shapes")
+    model = tmp_path / "runs" / "shapes_captions" / "model"
+    assert AutoModelForImageTextToText.from_pretrained(model).config.model_type == "llava"
+    written = write_captions(model, images, questions)
+    assert len(written) == len(expected) == 8
+    assert share_right(expected, expected) == 1
+    assert share_right(["a red circle, top left"], ["a red cross, top left"]) == 0
+    assert share_right(["a red circle, top left"], ["a red cross, top right"], part=2) == 1
+    assert not {path.read_bytes() for path in images} & {
+        path.read_bytes() for path in (tmp_path / "shapes" / "train").iterdir()
+    }
+
+
+@pytest.mark.many
+def test_a_classifier_begins_with_the_pretrained_encoder(tmp_path, cache_dir, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    run_program("encoders-and-decoders.md", "packages.py", _2048="400")
+    train(tune, "docstrings_mlm", "tune")
+    for number, words in enumerate(SIDES.values()):
+        train(tune, "docstrings_packages", "tune", *words, f"run.dir=side-{number}")
+        lines = read_lines(RunFolder(tmp_path / f"side-{number}").metrics)
+        assert [line["step"] for line in lines if "eval_accuracy" in line] == [0, 2]
+    found = [AutoModelForSequenceClassification.from_pretrained(tmp_path / f"side-{n}" / "model") for n in range(2)]
+    assert [len(one.config.id2label) for one in found] == [10, 10]
+    held_out, texts = ((tmp_path / "packages" / f"{name}.jsonl").read_text() for name in ("held_out", "texts"))
+    assert not {*held_out.splitlines()} & {*texts.splitlines()}
