@@ -41,7 +41,8 @@ _CHUNK_SAMPLES = 1024
 
 def permutation(size: int, *key: int | str) -> NDArray[np.int64]:
     """Give range(size) in the order that a key decides: sorted by the hashes of its numbers."""
-    return np.argsort(_mix(_starts([key]) + np.arange(size, dtype=np.uint64)), kind="stable")
+    numbers: NDArray[np.uint64] = np.arange(size, dtype=np.uint64) + _starts([key])
+    return np.argsort(_mix(numbers), kind="stable")
 
 
 def _starts(keys: Iterable[tuple[int | str, ...]]) -> NDArray[np.uint64]:
