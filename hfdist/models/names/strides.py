@@ -217,7 +217,8 @@ class _Sources(NamedTuple):
         """Give what lies at these steps from an address, for each source."""
         number = bisect_right(self.begins, offset, hi=len(self.names)) - 1
         begin, end = self.begins[number : number + 2]
-        crossing = next((dim for dim in dims if offset + (dim.size - 1) * dim.source >= end), None)
+        # Of tensors that are joined in another order than they lie, a step goes back.
+        crossing = next((dim for dim in dims if not begin <= offset + (dim.size - 1) * dim.source < end), None)
         if crossing is None:
             yield Block(self.names[number], offset - begin, target, _merged(dims))
             return

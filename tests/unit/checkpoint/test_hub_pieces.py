@@ -137,3 +137,10 @@ def test_elements_are_followed_where_they_only_move():
 def test_what_more_is_done_is_not_followed(convert):
     with pytest.raises(UnfollowedError):
         follow({"a": (4, 6)}, lambda given: {"a": convert(given["a"])})
+
+
+def test_tensors_that_are_joined_backwards_are_both_followed():
+    """As those of gte, whose files have the gate after what it gates."""
+    shapes = {"gate": (4, 3), "up": (4, 3)}
+    _, blocks = follow(shapes, lambda given: {"both": torch.cat([given["up"], given["gate"]])})["both"]
+    assert [(block.name, block.source, block.target) for block in blocks] == [("up", 0, 0), ("gate", 0, 12)]
