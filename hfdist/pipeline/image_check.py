@@ -8,12 +8,13 @@ features to the states after their first blocks, which NaN cannot tell, as nothi
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from hfdist.errors import PartitionError, first_line
+from hfdist.models.cache_use import without_cache
 from hfdist.models.image_text import ImageBatch, make_small, read_images
 from hfdist.pipeline.image_features import keep_features
 from hfdist.pipeline.split import run_in_turn, stages_of_one_block
@@ -24,15 +25,16 @@ _BOUND = 1e-4
 _NOTHING = 1e-3
 """A gradient whose norm is below this share of the largest may be nothing but rounding, as that of a key's bias."""
 
+_Batch = Mapping[str, torch.Tensor]
 _Gradients = dict[str, torch.Tensor]
 
 
-def find_features(architecture: PreTrainedConfig, batch: Mapping[str, torch.Tensor]) -> ImageBatch:
-    """Give the batch with the fields of features that must travel in a pipeline. Needs no process group.
+def find_features(architecture: PreTrainedConfig, batches: Sequence[_Batch]) -> ImageBatch:
+    """Give the first batch with the fields of features that must travel in a pipeline. Needs no process group.
 
     Args:
         architecture: of the model.
-        batch: what a forward takes, of a row with an image, and labels.
+        batches: what a forward takes, with labels: of a row with an image, then of packed rows where the run has such.
 
     Raises:
         PartitionError: a type that cannot be split where rows have images, or cannot be tried.
@@ -41,14 +43,17 @@ def find_features(architecture: PreTrainedConfig, batch: Mapping[str, torch.Tens
     with torch.random.fork_rng(devices=[]):
         try:
             small = make_small(architecture)
-            whole = _run(small, small(**batch).loss)
-            for example in _candidates(small, batch):
-                read_images(small, unreached=(), example=example)
-                for carry in CARRIES:
-                    problem = _try(small, batch, carry, whole)
-                    if problem is None:
-                        return example
-                    problems.append(problem)
+            # With a cache, restarting positions are not looked at.
+            with without_cache(small.config):
+                whole = [_run(small, small(**batch).loss) for batch in batches]
+                for example in _candidates(small, batches[0]):
+                    read_images(small, unreached=(), example=example)
+                    for carry in CARRIES:
+                        found = (_try(small, *tried, carry) for tried in zip(batches, whole, strict=True))
+                        problem = next((problem for problem in found if problem is not None), None)
+                        if problem is None:
+                            return example
+                        problems.append(problem)
         except Exception as error:  # whatever a model raises that cannot be made small
             problems = [f"it cannot be tried: {first_line(error)}"]
     raise PartitionError(
@@ -60,7 +65,7 @@ def find_features(architecture: PreTrainedConfig, batch: Mapping[str, torch.Tens
     )
 
 
-def _candidates(small: PreTrainedModel, batch: Mapping[str, torch.Tensor]) -> Iterator[ImageBatch]:
+def _candidates(small: PreTrainedModel, batch: _Batch) -> Iterator[ImageBatch]:
     """No features, the fields one by one, and all."""
     yield ImageBatch(batch)
     names: list[str] = []
@@ -73,9 +78,7 @@ def _candidates(small: PreTrainedModel, batch: Mapping[str, torch.Tensor]) -> It
     yield ImageBatch(batch, frozenset(names))
 
 
-def _try(
-    small: PreTrainedModel, batch: Mapping[str, torch.Tensor], carry: Carry, whole: tuple[float, _Gradients]
-) -> str | None:
+def _try(small: PreTrainedModel, batch: _Batch, whole: tuple[float, _Gradients], carry: Carry) -> str | None:
     """Say why stages do not train as the whole model, whose loss and gradients are given; None: they do."""
     try:
         stages = stages_of_one_block(small, carry)

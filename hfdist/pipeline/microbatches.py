@@ -7,7 +7,7 @@ from typing import Any
 import torch
 
 from hfdist.config.batch import IGNORED
-from hfdist.data.stream.row_images import counted_names, counts_of, without_counts
+from hfdist.data.packing.row_images import counted_names, counts_of, without_counts
 from hfdist.errors import ConfigError
 from hfdist.models.routers import COUNTED
 
@@ -24,7 +24,7 @@ def split_batch(batch: dict[str, Any], num_microbatches: int) -> list[dict[str, 
     Args:
         batch: tensors whose first dimension is the sequences; numbers, and tensors whose first dimension is 1 so that
             they stand for all sequences, go to every micro batch. Tensors of images go with their rows: see
-            `count_by_row`.
+            `stack_images`. The rows of positions of several kinds, as those of images, are their second dimension.
         num_microbatches: number of micro batches of a step.
 
     Raises:
@@ -38,14 +38,12 @@ def split_batch(batch: dict[str, Any], num_microbatches: int) -> list[dict[str, 
     for name, value in batch.items():
         if name in of_images:
             continue
-        if not isinstance(value, torch.Tensor) or value.ndim == 0 or len(value) == 1 < num_rows:
+        axis = _axis_of_rows(name, value)
+        if not isinstance(value, torch.Tensor) or value.ndim == 0 or value.shape[axis] == 1 < num_rows:
             parts[name] = [value] * num_microbatches
             continue
-        _check_has_rows(name, value, num_rows)
-        filler = value[:1].expand(missing, *value.shape[1:])
-        if name in _NEVER_FILLED:
-            filler = torch.full_like(filler, _NEVER_FILLED[name])
-        parts[name] = list(torch.cat([value, filler]).split(size)) if missing else list(value.split(size))
+        _check_has_rows(name, value, num_rows, axis)
+        parts[name] = list((_fill_up(name, value, missing, axis) if missing else value).split(size, axis))
     found = [{name: values[index] for name, values in parts.items()} for index in range(num_microbatches)]
     for name in of_images:
         _split_images(name, batch, missing, found)
@@ -62,13 +60,24 @@ def _split_images(name: str, batch: dict[str, Any], missing: int, parts: list[di
             part[name] = value
 
 
-def _check_has_rows(name: str, value: torch.Tensor, num_rows: int) -> None:
-    is_of_tokens = name.startswith("cu_seq_lens") or (name == "position_ids" and value.ndim > 2)
-    if len(value) != num_rows or is_of_tokens:
+def _fill_up(name: str, value: torch.Tensor, missing: int, axis: int) -> torch.Tensor:
+    filler = value.narrow(axis, 0, 1).repeat_interleave(missing, axis)
+    if name in _NEVER_FILLED:
+        filler = torch.full_like(filler, _NEVER_FILLED[name])
+    return torch.cat([value, filler], axis)
+
+
+def _axis_of_rows(name: str, value: object) -> int:
+    """Give the dimension of a tensor that is its sequences: positions may be of text, time, height and width."""
+    return 1 if name == "position_ids" and isinstance(value, torch.Tensor) and value.ndim == 3 else 0
+
+
+def _check_has_rows(name: str, value: torch.Tensor, num_rows: int, axis: int) -> None:
+    if value.shape[axis] != num_rows or name.startswith("cu_seq_lens"):
         raise ConfigError(
             "a pipeline splits a batch into micro batches by its sequences, and this tensor has none",
             where=f"batch['{name}']",
             found=f"shape {tuple(value.shape)}, with {num_rows} sequences",
-            allowed=f"tensors of shape [{num_rows}, ...]",
+            allowed=f"tensors of shape [{num_rows}, ...], and positions of shape [kinds, {num_rows}, tokens]",
             hint="another data_collator",
         )

@@ -72,9 +72,7 @@ def _choose_packing(config: RunConfig, architecture: PreTrainedConfig, images: I
     if asked is Packing.concat:
         what = "rows have images, and documents end to end are cut, an image too"
         raise ConfigError(what, where=where, found=asked.value, allowed=allowed, hint="data.packing=best_fit")
-    # A stage of a pipeline finds the images of a micro batch by its rows.
-    is_by_row = config.strategy.pipeline > 1
-    reason = "of a pipeline" if is_by_row else why_rows_mix(architecture, lambda: make_trial(images))
+    reason = why_rows_mix(architecture, lambda: make_trial(images))
     if reason is None:
         return Packing.best_fit
     if asked is Packing.auto:
@@ -93,7 +91,9 @@ def make_example(config: RunConfig, architecture: PreTrainedConfig, images: Imag
     # It takes time that other layouts save.
     from hfdist.pipeline.image_check import find_features
 
-    return find_features(architecture, example)
+    # Held-out rows have a sequence each where those of the training are packed.
+    packed = [] if config.data.packing is Packing.none else [make_trial(images)[0]]
+    return find_features(architecture, [example, *packed])
 
 
 def images_of_past_run(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> ImageTokens | None:

@@ -44,10 +44,10 @@ def texts(tmp_path_factory):
 def single(tmp_path_factory, models, rows, cache_dir):
     folder, known = tmp_path_factory.mktemp("single"), {}
 
-    def of(family, *adapter):
-        key = "-".join((family, *adapter)).replace("=", "-")
+    def of(family, *others):
+        key = "-".join((family, *others)).replace("=", "-")
         if key not in known:
-            known[key] = finetune(folder / key, models(family), rows, 1, *adapter)
+            known[key] = finetune(folder / key, models(family), rows, 1, *others)
         return known[key]
 
     return of
@@ -70,8 +70,8 @@ def check_equal(run, reference):
         # LLaVA's last tower block is never reached.
         ("llava", "zero3", 2),
         ("qwen2_5_vl", "fsdp2", 2),
-        # The first stage has the tower; steps have micro batches with and without images.
-        ("llava", "pipeline", 2),
+        # The first stage has the tower; steps have micro batches with and without images, of packed rows.
+        ("qwen2_5_vl", "pipeline train.micro_batch_size=2", 2),
         ("gemma3", "tensor", 2),
         many("llava", "single train.micro_batch_size=4", 1),
         *(
@@ -84,6 +84,7 @@ def check_equal(run, reference):
             for family in FAMILIES
             for layout in ("pipeline", "pipeline strategy.schedule=gpipe train.micro_batch_size=2", "tensor")
         ),
+        *(many(family, "pipeline data.packing=none", 2) for family in ("llava", "qwen3_vl")),
         many("gemma3", "pipeline strategy.pipeline=2", 4),
         many("qwen2_5_vl", "pipeline strategy.sharding=fsdp2", 4),
         many("internvl", "tensor strategy.pipeline=2", 4),
@@ -96,7 +97,7 @@ def check_equal(run, reference):
 def test_a_layout_changes_nothing(single, models, rows, tmp_path, family, layout, num_ranks):
     strategy, *others = layout.split()
     run = finetune(tmp_path, models(family), rows, num_ranks, f"strategy={strategy}", *others)
-    check_equal(run, single(family, *(one for one in others if one.startswith("adapter="))))
+    check_equal(run, single(family, *(one for one in others if one.startswith(("adapter=", "data.packing=")))))
 
 
 def test_the_folder_opens_with_its_processor_and_what_no_image_reaches_stays(single, models):

@@ -39,6 +39,8 @@ def find(tmp_path_factory, rows, cache_dir):
     ("family", "overrides", "packing"),
     [
         ("qwen2_5_vl", (), Packing.best_fit),
+        # As in each layout.
+        ("qwen2_5_vl", ("strategy=pipeline",), Packing.best_fit),
         ("qwen2_5_vl", ("data.packing=none",), Packing.none),
         # transformers looks for its images by positions, which packed documents share.
         ("gemma3", (), Packing.none),

@@ -21,6 +21,7 @@ from PIL import Image
 from hfdist.data import marks
 from hfdist.data.order.lane_state import Place
 from hfdist.data.order.records import make_records
+from hfdist.data.packing.row_images import stack_images
 from hfdist.data.packing.sequence import (
     NAMES,
     POSITION_IDS,
@@ -31,7 +32,7 @@ from hfdist.data.packing.sequence import (
     make_rows,
     stack_rows,
 )
-from hfdist.data.tokenization.image_tokens import ImageTokens, Inputs, stack_inputs
+from hfdist.data.tokenization.image_tokens import ImageTokens, Inputs
 
 _POSITIONS = NAMES[POSITION_IDS]
 _TRIED = (((64, 48),), (), ((32, 32), (48, 64)))
@@ -40,7 +41,7 @@ _BEFORE, _AFTER = "What is in this picture?", "It is a red square, and a cat loo
 
 
 def stack_packed(
-    sequences: Sequences[Sequence], shape: Shape, images: ImageTokens, *, needs_image: bool
+    sequences: Sequences[Sequence], shape: Shape, images: ImageTokens, *, needs_image: bool, tells_rows: bool = False
 ) -> dict[str, torch.Tensor]:
     """Stack sequences of one length, with the tensors of their images.
 
@@ -50,17 +51,18 @@ def stack_packed(
         images: of the run.
         needs_image: as of `stack_rows`. The small image is a document of its own after the first sequence, and the
             others get as many tokens that fill up.
+        tells_rows: as of `stack_images`.
 
     Returns:
         input_ids and labels of shape [sequences, length]; position_ids of the same, or of [4, sequences, length] where
         images have positions; and what the forward takes of images: their first axis is of images or patches.
     """
     rows = [_row(one.parts, one.lengths, one.blanks, one.images or {}, images) for one in sequences]
-    inputs = [own for one in sequences for own in (one.images or {}).values()]
-    if needs_image and not inputs:
+    inputs = [list((one.images or {}).values()) for one in sequences]
+    if needs_image and not any(inputs):
         ids, small = images.none
         length, part = len(ids), np.where(np.isin(ids, images.ids), ~(np.array(ids) | marks.IMAGE), ids)
-        inputs, blanks = [small], [(0, length)]
+        inputs[0], blanks = [small], [(0, length)]
         added = _row([part.astype(np.int32)], [length], blanks, {0: small}, images)
         others = _row([np.full(length, shape.fill_id, dtype=np.int32)], [length], blanks, {}, images)
         rows = [
@@ -68,8 +70,8 @@ def stack_packed(
             for number, row in enumerate(rows)
         ]
     stacked = {name: torch.stack([row[name] for row in rows], -2) for name in rows[0]}
-    arrays = [{name: torch.from_numpy(values) for name, values in own.items()} for own in inputs]
-    return stacked | stack_inputs(arrays)
+    tensors = [[{name: torch.from_numpy(values) for name, values in own.items()} for own in row] for row in inputs]
+    return stacked | stack_images(tensors, tells_rows=tells_rows)
 
 
 def _row(

@@ -29,7 +29,8 @@ from hfdist.config.data import Packing
 from hfdist.data import marks
 from hfdist.data.order.lane_state import Place
 from hfdist.data.order.records import Records, count_new_documents, join, make_records
-from hfdist.data.tokenization.image_tokens import ImageTokens, Inputs, stack_inputs
+from hfdist.data.packing.row_images import stack_images
+from hfdist.data.tokenization.image_tokens import ImageTokens, Inputs
 from hfdist.errors import CheckpointError
 
 Integers = NDArray[np.int64]
@@ -203,7 +204,12 @@ def origins_of(sequences: Sequences[Sequence]) -> torch.Tensor:
 
 
 def stack_rows(
-    rows: Sequences[Mapping[str, torch.Tensor]], fill_id: int, images: ImageTokens, *, needs_image: bool
+    rows: Sequences[Mapping[str, torch.Tensor]],
+    fill_id: int,
+    images: ImageTokens,
+    *,
+    needs_image: bool,
+    tells_rows: bool = False,
 ) -> dict[str, torch.Tensor]:
     """Stack rows of one document each, with the tensors of their images.
 
@@ -213,6 +219,7 @@ def stack_rows(
         images: of the run.
         needs_image: whether a batch without an image gets a small one, after the tokens of its first row, which
             nothing is learned from: ranks that share the weights of its tower call it together.
+        tells_rows: as of `stack_images`.
 
     Returns:
         input_ids, attention_mask and labels of shape [rows, tokens of the longest], and what the forward takes of
@@ -225,7 +232,8 @@ def stack_rows(
         added = images.row(np.array(ids, dtype=np.int64), np.isin(ids, images.ids), np.full(len(ids), IGNORED))
         own[0] = {name: torch.cat([values, added[name]]) for name, values in own[0].items()}
         inputs[0] = {name: torch.from_numpy(values) for name, values in small.items()}
-    return _fill_up({name: [row[name] for row in own] for name in own[0]}, fill_id) | stack_inputs(inputs)
+    tokens = _fill_up({name: [row[name] for row in own] for name in own[0]}, fill_id)
+    return tokens | stack_images([[own] if own else [] for own in inputs], tells_rows=tells_rows)
 
 
 def image_row(sequence: Sequence, images: ImageTokens) -> dict[str, torch.Tensor]:

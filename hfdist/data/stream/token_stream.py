@@ -54,7 +54,6 @@ from hfdist.data.packing.windows import RULE
 from hfdist.data.stream.bytes_ahead import BytesAhead
 from hfdist.data.stream.lane import LanePlan, Packed, SequencesInTurn, open_lanes, open_turns
 from hfdist.data.stream.ledger import Ledger
-from hfdist.data.stream.row_images import count_by_row
 from hfdist.data.stream.worker_deaths import WorkerRegistry
 from hfdist.data.stream.worker_process import forward_to_rank, keep_arrays
 from hfdist.data.tokenization.encoders import Encoders, check_token_sources
@@ -113,7 +112,7 @@ class TokenStream(IterableDataset[dict[str, torch.Tensor]]):
         self.needs_image = False
         """Whether each batch must have an image: see `stack_rows`."""
         self.tells_images_by_row = False
-        """Whether a batch says how many of its images each row has, by which it is cut: see `count_by_row`."""
+        """Whether a batch says how many of its images each row has, by which it is cut: see `stack_images`."""
         self.decodes = True
         """Whether sequences come with the tensors of their images; who counts needs none."""
         self.ledger: Ledger | None = None
@@ -474,13 +473,14 @@ class TokenStream(IterableDataset[dict[str, torch.Tensor]]):
             return collate(sequences, self.plan.packing, self.plan.shape)
         if self.plan.packing is Packing.none:
             return self.stack_rows([image_row(one, self.images) for one in sequences])
-        return stack_packed(sequences, self.plan.shape, self.images, needs_image=self.needs_image)
+        how = {"needs_image": self.needs_image, "tells_rows": self.tells_images_by_row}
+        return stack_packed(sequences, self.plan.shape, self.images, **how)
 
     def stack_rows(self, rows: list[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
         """Collate rows of a run with images, as of its held-out set."""
         assert self.images is not None
-        batch = stack_rows(rows, self.plan.shape.fill_id, self.images, needs_image=self.needs_image)
-        return batch | (count_by_row(rows, batch, self.images.text_names) if self.tells_images_by_row else {})
+        how = {"needs_image": self.needs_image, "tells_rows": self.tells_images_by_row}
+        return stack_rows(rows, self.plan.shape.fill_id, self.images, **how)
 
     def _note(self, lane: int, pool: int, sequence: Sequence) -> None:
         (digest, pools, number), records = self._states[lane], sequence.records

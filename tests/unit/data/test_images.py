@@ -46,6 +46,7 @@ from hfdist.models.image_text import (
     read_images,
 )
 from hfdist.models.packed_images import find_positions
+from hfdist.pipeline.microbatches import split_batch
 from tests.image_models import FAMILIES, draw, make_model, make_processor
 from tests.marks import many
 
@@ -220,6 +221,29 @@ def test_a_packed_batch_without_an_image_gets_one_that_changes_nothing(family, t
     assert not any(gradients[name].any() for name in gradients.keys() & seeing)
     for name in without:
         torch.testing.assert_close(gradients[name], without[name], rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.parametrize("has_images", [True, False])
+@pytest.mark.parametrize("packing", [Packing.none, Packing.best_fit])
+def test_a_batch_comes_apart_into_its_sequences_with_their_images(packing, has_images, tmp_path, cache_dir):
+    processor = make_processor("qwen2_5_vl")
+    positions = find_positions(make_model("qwen2_5_vl", processor).config)
+    # Rows of equal lengths, so that none is filled up to another one's.
+    rows = [{"messages": turns(*[None] * has_images, ASKED), "images": ["1.png"] * has_images} for _ in range(9)]
+    config = config_of(write(tmp_path, rows), cache_dir, packing=packing, sequence_length=96)
+    stream = stream_of(config, processor, positions=positions)
+    sequences = [one for _, one in zip(range(3), stream.packed(0, 1), strict=False)]
+    alone = [stream.next_batch([one]) for one in sequences]
+    stream.tells_images_by_row = True
+    parts = split_batch(stream.next_batch(sequences), 3)
+    assert sum("pixel_values" in part for part in parts) == 3 * has_images
+    for part, wanted in zip(parts, alone, strict=True):
+        assert part.keys() == wanted.keys()
+        assert all(torch.equal(part[name], wanted[name]) for name in wanted)
+    # Where each batch must have an image, the small one is the first sequence's.
+    stream.needs_image = True
+    seeing = ["pixel_values" in part for part in split_batch(stream.next_batch(sequences), 3)]
+    assert seeing == [True, has_images, has_images]
 
 
 @pytest.mark.parametrize("family", FAMILIES)

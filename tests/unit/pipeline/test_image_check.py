@@ -2,10 +2,12 @@
 
 import pytest
 
+from hfdist.data.packing.packed_images import make_trial
 from hfdist.data.tokenization.image_tokens import ImageTokens
 from hfdist.errors import PartitionError
 from hfdist.models.blocks import find_blocks
 from hfdist.models.image_text import PROJECTOR, TOWER, names_of_parts, read_images
+from hfdist.models.packed_images import find_positions
 from hfdist.pipeline.costs import costs_by_flops, costs_by_parameters
 from hfdist.pipeline.image_check import find_features
 from tests.image_models import FAMILIES, make_model, make_processor
@@ -23,8 +25,23 @@ from tests.marks import many
 )
 def test_stages_read_images_as_the_whole_model_and_the_least_travels(family, features):
     processor = make_processor(family)
-    found = find_features(make_model(family, processor).config, ImageTokens(processor).example())
+    found = find_features(make_model(family, processor).config, [ImageTokens(processor).example()])
     assert found.features == features
+
+
+@pytest.mark.parametrize("family", ["qwen3_vl", many("llava"), many("qwen2_5_vl")])
+def test_packed_rows_are_tried_too(family):
+    processor = make_processor(family)
+    config = make_model(family, processor).config
+    images = ImageTokens(processor, find_positions(config))
+    packed = make_trial(images)[0]
+    found = find_features(config, [images.example(), packed])
+    assert found.features == find_features(config, [images.example()]).features
+    assert found.tensors.keys() == images.example().keys()
+    # One position a token is missing.
+    broken = packed | {"position_ids": packed["position_ids"][..., :-1]}
+    with pytest.raises(PartitionError, match="on images"):
+        find_features(config, [images.example(), broken])
 
 
 def test_a_type_that_cannot_be_tried_is_not_split():
@@ -32,7 +49,7 @@ def test_a_type_that_cannot_be_tried_is_not_split():
     batch = ImageTokens(processor).example()
     batch["pixel_values"] = batch["pixel_values"][:, :1]
     with pytest.raises(PartitionError, match="on images") as refused:
-        find_features(make_model("llava", processor).config, batch)
+        find_features(make_model("llava", processor).config, [batch])
     assert "cannot be tried" in str(refused.value)
 
 

@@ -40,6 +40,18 @@ def test_masks_of_any_rank_are_cut_with_their_rows():
     assert parts[1]["shift_labels"][-1].tolist() == [-100] * 3
 
 
+@pytest.mark.parametrize("num_kinds", [3, 4])
+def test_positions_of_images_are_cut_along_their_rows(num_kinds):
+    # As many kinds as rows must not be taken for these.
+    places = torch.arange(num_kinds * 4 * 3).view(num_kinds, 4, 3)
+    parts = split_batch(rows(4) | {"position_ids": places}, 2)
+    assert [part["position_ids"].tolist() for part in parts] == [places[:, :2].tolist(), places[:, 2:].tolist()]
+    *_, last = split_batch(rows(4) | {"position_ids": places}, 3)
+    assert last["position_ids"].tolist() == places[:, :1].expand(-1, 2, -1).tolist()
+    shared = places[:, :1]
+    assert all(part["position_ids"] is shared for part in split_batch(rows(4) | {"position_ids": shared}, 2))
+
+
 def test_what_has_no_rows_goes_to_all():
     shared = {"position_ids": torch.arange(3)[None], "scale": torch.tensor(2.0), "max_length": 3, "lengths": None}
     for part in split_batch(rows(4) | shared, 2):
@@ -49,8 +61,8 @@ def test_what_has_no_rows_goes_to_all():
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("position_ids", torch.zeros(3, 4, 3)),
-        ("position_ids", torch.zeros(4, 4, 3)),
+        ("position_ids", torch.zeros(4, 3, 3)),
+        ("position_ids", torch.zeros(4, 5, 3)),
         ("cu_seq_lens_q", torch.arange(4)),
         ("attention_mask", torch.ones(8, 3)),
     ],

@@ -1,4 +1,4 @@
-"""How much of the tensors of images in a batch is of which row, by which rows with their images come apart again.
+"""The tensors of images in a batch, and how much of them is of which row, by which rows come apart again with theirs.
 
 input_ids                             3 rows
 pixel_values                          8 patches, end to end
@@ -7,26 +7,28 @@ hfdist_rows_of.pixel_values           0  6  2
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import torch
+
+from hfdist.data.tokenization.image_tokens import stack_inputs
 
 _COUNTS = "hfdist_rows_of."
 """Begin of the key of the counts of a tensor; shape [rows], int64, in units of the tensor's first axis."""
 
 
-def count_by_row(
-    rows: Sequence[Mapping[str, torch.Tensor]], batch: Mapping[str, torch.Tensor], text_names: Collection[str]
-) -> dict[str, torch.Tensor]:
-    """Count how much of each tensor of images is of which row.
+def stack_images(rows: Sequence[Sequence[Mapping[str, torch.Tensor]]], *, tells_rows: bool) -> dict[str, torch.Tensor]:
+    """Put the tensors of the images of all documents one after the other.
 
     Args:
-        rows: what was stacked.
-        batch: of these rows.
-        text_names: names of what a batch has for each token.
+        rows: for each row, what its documents with images have; a row without images has none.
+        tells_rows: whether to say, too, how much of each tensor is of which row.
     """
-    names = [name for name in batch if name not in text_names]
-    return {_COUNTS + name: torch.tensor([len(row[name]) if name in row else 0 for row in rows]) for name in names}
+    batch = stack_inputs([own for row in rows for own in row])
+    if not tells_rows:
+        return batch
+    counts = {_COUNTS + name: [sum(len(own[name]) for own in row if name in own) for row in rows] for name in batch}
+    return batch | {key: torch.tensor(of_rows) for key, of_rows in counts.items()}
 
 
 def counted_names(batch: Mapping[str, object]) -> list[str]:
