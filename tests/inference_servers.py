@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -252,14 +251,3 @@ def _handler(stub: Stub) -> type[BaseHTTPRequestHandler]:
         def log_message(self, *_: object) -> None: ...
 
     return Handler
-
-
-def drip(connection_seconds: float) -> Callable[[str, Any], Any]:
-    """A way to fail: an answer that comes too late."""
-
-    def wait(path: str, answer: Any) -> Any:
-        if path in ("/v1/completions", "/generate"):
-            time.sleep(connection_seconds)
-        return answer
-
-    return wait

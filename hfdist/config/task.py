@@ -108,6 +108,10 @@ class InferenceServer(Enum):
     sglang = "sglang"
 
 
+NO_SERVER = "task.server=null task.server_addresses=[] task.server_key_variable=null"
+"""Overrides of a run without servers."""
+
+
 class TaskName(Enum):
     """What a run trains.
 

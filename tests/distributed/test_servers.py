@@ -3,6 +3,7 @@
 import multiprocessing
 import os
 import signal
+import socket
 import threading
 import time
 
@@ -48,7 +49,15 @@ def serve(policy, tmp_path):
         process = multiprocessing.get_context("fork").Process(target=run, args=(name, folder, port, mode))
         process.start()
         started.append(process)
-        return process, port
+        # It listens once it has its model; a run asks once.
+        while True:
+            assert process.is_alive(), "the stub has ended"
+            try:
+                socket.create_connection(("127.0.0.1", port)).close()
+            except ConnectionRefusedError:
+                time.sleep(0.05)
+            else:
+                return process, port
 
     yield start
     for process in started:

@@ -14,7 +14,7 @@ from hfdist.config.checks.budgets import check_budgets
 from hfdist.config.checks.paths import check_paths
 from hfdist.config.data import WHOLE
 from hfdist.config.run import TRACKERS, RunConfig
-from hfdist.config.task import TaskConfig
+from hfdist.config.task import NO_SERVER, TaskConfig
 from hfdist.config.train import Precision
 from hfdist.errors import ConfigError, nearest
 from hfdist.launch.address import LOOPBACK
@@ -66,7 +66,7 @@ def _check_packages(config: RunConfig) -> None:
     if task.generators_port is not None:
         generators = ("task.generators_port", task.generators_port, "null")
     if task.server is not None:
-        generators = ("task.server", task.server.value, "null task.server_addresses=[]")
+        generators = ("task.server", task.server.value, NO_SERVER.removeprefix("task.server="))
     liger = "train.arguments.use_liger_kernel"
     needs = [
         (precision is Precision.fp8, "train.precision", precision.value, "torchao", "'torchao>=0.18,<0.19'", "bf16"),

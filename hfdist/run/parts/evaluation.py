@@ -13,7 +13,7 @@ from hfdist.run.state import RunState
 from hfdist.topology import Topology
 from hfdist.trainer.evaluation.evaluators import check_named, make_evaluators
 from hfdist.tune.choose import check_rewards
-from hfdist.tune.generators.servers.choose import check_servers
+from hfdist.tune.generators.servers.choose import ask_servers
 
 
 class EvaluatorsPart(Part):
@@ -48,7 +48,7 @@ class ObjectivePart(Part):
         check_rewards(config.task.rewards)
         if config.task.environment is not None:
             check_environment(config.task)
-        check_servers(config)
+        ask_servers(config)
 
     def callbacks(self, run: RunState) -> Sequence[TrainerCallback]:
         """Give those of the objective."""

@@ -22,6 +22,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallba
 from hfdist.collectives import gather_json, on_all_ranks, on_rank_zero
 from hfdist.config.model import TokenizerConfig
 from hfdist.config.run import RunConfig
+from hfdist.config.task import NO_SERVER
 from hfdist.data.documents.examples import Example
 from hfdist.data.documents.first_examples import are_chats
 from hfdist.environments.registry import load_environment
@@ -137,7 +138,7 @@ class Generators(TrainerCallback):
         are_all = self._task.generators_port is None
         # A server has a process that speaks with it.
         count = self._task.generators + len(self._task.server_addresses)
-        without = "task.generators=0" if self._task.server is None else "task.server=null task.server_addresses=[]"
+        without = "task.generators=0" if self._task.server is None else NO_SERVER
         self._processes = Processes(count, command, self._folder, are_all=are_all, without=without)
         return str(sockets)
 

@@ -8,6 +8,7 @@ from hfdist.config.checks.preflight import check_run
 from hfdist.config.checks.task import check_task
 from hfdist.config.composition.compose import compose_config, to_values
 from hfdist.config.composition.diff import find_changes
+from hfdist.config.task import NO_SERVER
 from hfdist.errors import ConfigError
 from hfdist.messages.door import SECRET
 
@@ -100,6 +101,12 @@ def test_an_address_has_a_host_and_a_port_alone(address):
             [*TUNE, REWARDS, "task=grpo", "task.server=vllm", f"task.server_addresses=['{address}']"], name="tune"
         )
     assert "secret" not in str(caught.value)
+
+
+def test_a_run_of_servers_goes_on_without_them_as_messages_say():
+    served = (*SERVED, "task.server_key_variable=VLLM_API_KEY")
+    task = compose_config([*TUNE, REWARDS, "task=grpo", *served, *NO_SERVER.split()], name="tune").task
+    assert not task.uses_generators
 
 
 def test_code_of_a_model_does_not_travel():

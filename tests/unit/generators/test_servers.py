@@ -1,7 +1,9 @@
 """What a server of vLLM or SGLang may do instead of answering: each is one error, in time, and no answer counts."""
 
+import socket
 import threading
 import time
+from contextlib import suppress
 
 import pytest
 import torch
@@ -11,8 +13,8 @@ from hfdist.config.composition.compose import compose_config
 from hfdist.errors import ConfigError, PeerError
 from hfdist.messages.message import NotAMessageError
 from hfdist.trainer.generation.limits import GenerationLimits
-from hfdist.tune.generators.servers.choose import check_servers, failure, open_server
-from hfdist.tune.generators.servers.http_client import NoAnswerError, StatusError
+from hfdist.tune.generators.servers.choose import ask_servers, failure, open_server
+from hfdist.tune.generators.servers.http_client import JsonClient, NoAnswerError, StatusError
 from hfdist.tune.generators.servers.served import ServedGenerator
 from hfdist.tune.generators.settings import Settings
 from tests.inference_servers import STUBS, Refused, serving
@@ -231,15 +233,39 @@ def test_a_server_that_hangs_costs_its_time_and_no_more(make, stub):
         released.set()
 
 
+def test_an_answer_without_a_length_is_not_whole_when_its_time_is_over():
+    """The end of the connection is the end of such an answer, and the client ends it."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def begin_to_answer():
+            connection, _ = listening.accept()
+            with connection:
+                connection.recv(2**16)
+                connection.sendall(b"HTTP/1.0 200 OK\r\n\r\n")
+                # Spaces, which keep a socket's own timeout away, until the client has had enough.
+                with suppress(OSError):
+                    while True:
+                        connection.sendall(b" ")
+                        time.sleep(0.02)
+
+        answering = threading.Thread(target=begin_to_answer)
+        answering.start()
+        client = JsonClient(f"http://127.0.0.1:{listening.getsockname()[1]}")
+        with pytest.raises(NoAnswerError, match=r"no whole answer in 0\.3 s"):
+            client.post("/resume", {}, seconds=0.3)
+        answering.join(60)
+        assert not answering.is_alive()
+
+
 def test_what_cannot_serve_is_refused_before_the_training(stub, policy, monkeypatch):
     def found(*overrides):
         with pytest.raises(ConfigError) as caught:
-            check_servers(config_of(stub, *overrides))
+            ask_servers(config_of(stub, *overrides))
         assert SECRET not in str(caught.value)
         return caught.value
 
     monkeypatch.setenv("HFDIST_SERVER_KEY", SECRET)
-    check_servers(config_of(stub))
+    ask_servers(config_of(stub))
     if stub.name == "vllm":
         assert "--logprobs-mode processed_logprobs" in found("task.temperature=0.7").hint
         route = stub.route
@@ -247,7 +273,9 @@ def test_what_cannot_serve_is_refused_before_the_training(stub, policy, monkeypa
         assert "VLLM_SERVER_DEV_MODE" in found().hint
         stub.route = route
     monkeypatch.setenv("HFDIST_SERVER_KEY", f"{SECRET}!")
-    assert "HTTP 401" in found().found
+    refused = found()
+    assert "HTTP 401" in refused.found
+    assert "export HFDIST_SERVER_KEY=" in refused.hint
     for key in (f"{SECRET}\nHost: other", f"{SECRET}\u00e9"):
         monkeypatch.setenv("HFDIST_SERVER_KEY", key)
         assert found().where == "task.server_key_variable"
@@ -257,7 +285,9 @@ def test_what_cannot_serve_is_refused_before_the_training(stub, policy, monkeypa
     with pytest.raises(ConfigError, match="fewer tokens"):
         open_server(config_of(stub, "data.sequence_length=64"), stub.address, LIMITS).check()
     stub.close()
-    assert "ConnectionRefusedError" in found().found
+    gone = found()
+    assert "ConnectionRefusedError" in gone.found
+    assert "start the server first" in gone.hint
 
 
 def _missing():

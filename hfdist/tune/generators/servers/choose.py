@@ -40,7 +40,7 @@ def open_server(config: RunConfig, address: str, limits: GenerationLimits | None
     return made(JsonClient(address, key), request)
 
 
-def check_servers(config: RunConfig) -> None:
+def ask_servers(config: RunConfig) -> None:
     """Ask each server what it is; ConfigError: one does not answer, or cannot serve this run."""
     variable = config.task.server_key_variable
     key = "" if variable is None else os.environ.get(variable, "")
@@ -56,20 +56,33 @@ def check_servers(config: RunConfig) -> None:
         try:
             open_server(config, address).check()
         except FAILURES as error:
-            what, allowed = "this address has no server that answers", "the address of a server that runs"
-            hint = "start the server first; it is ready once its /v1/models answers"
-            found = f"{address}: {error}"
-            raise ConfigError(what, where=_WHERE, found=found, allowed=allowed, hint=hint) from error
+            raise ConfigError(
+                _what(error),
+                where=_WHERE,
+                found=f"{address}: {error}",
+                allowed="the address of a server that runs",
+                hint=_hint(config, error),
+            ) from error
 
 
 def failure(address: str, error: Exception) -> HfdistError:
     """Make the error of a server that has failed while the run has used it."""
     if isinstance(error, HfdistError):
         return error
+    return PeerError(_what(error), where=_WHERE, found=f"{address}: {error}", hint="what the server has logged")
+
+
+def _what(error: Exception) -> str:
     if isinstance(error, NotAMessageError):
-        what = "the server answers what no server of this model would"
-    elif isinstance(error, StatusError):
-        what = "the server has refused"
-    else:
-        what = "the server does not answer"
-    return PeerError(what, where=_WHERE, found=f"{address}: {error}", hint="what the server has logged")
+        return "the server answers what no server of this model would"
+    return "the server has refused" if isinstance(error, StatusError) else "the server does not answer"
+
+
+def _hint(config: RunConfig, error: Exception) -> str:
+    """Say what to do about a server that fails before the run."""
+    if isinstance(error, NoAnswerError):
+        return "start the server first; it is ready once its /v1/models answers"
+    if isinstance(error, StatusError) and error.status in (401, 403):
+        variable = config.task.server_key_variable or "HFDIST_SERVER_KEY"
+        return f"export {variable}=KEY, as in the server's --api-key, and task.server_key_variable={variable}"
+    return "task.server as the program that runs there, in a version that docs/generators.md names"

@@ -88,6 +88,9 @@ class JsonClient:
                 connection.request(method, path, content, headers)
                 answer = connection.getresponse()
                 found = _read(answer, most_bytes)
+            if time.monotonic() - begin >= seconds:
+                # One that does not say its length may have been cut off.
+                raise TimeoutError
         except (OSError, HTTPException) as error:
             late = time.monotonic() - begin >= seconds
             raise NoAnswerError(f"no whole answer in {seconds:g} s" if late else _describe(error)) from error
