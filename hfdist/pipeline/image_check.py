@@ -38,19 +38,18 @@ def find_features(architecture: PreTrainedConfig, batch: Mapping[str, torch.Tens
         PartitionError: a type that cannot be split where rows have images, or cannot be tried.
     """
     problems = []
-    with torch.random.fork_rng(devices=[]):
-        try:
-            small = make_small(architecture)
-            whole = _run(small, small(**batch).loss)
-            for example in _candidates(small, batch):
-                read_images(small, unreached=(), example=example)
-                for carry in CARRIES:
-                    problem = _try(small, batch, carry, whole)
-                    if problem is None:
-                        return example
-                    problems.append(problem)
-        except Exception as error:  # whatever a model raises that cannot be made small
-            problems = [f"it cannot be tried: {first_line(error)}"]
+    try:
+        small = make_small(architecture)
+        whole = _run(small, small(**batch).loss)
+        for example in _candidates(small, batch):
+            read_images(small, unreached=(), example=example)
+            for carry in CARRIES:
+                problem = _try(small, batch, carry, whole)
+                if problem is None:
+                    return example
+                problems.append(problem)
+    except Exception as error:  # whatever a model raises that cannot be made small
+        problems = [f"it cannot be tried: {first_line(error)}"]
     raise PartitionError(
         "the stages of a pipeline do not train this type of model on images as one process does",
         where="strategy.pipeline",
