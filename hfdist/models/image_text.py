@@ -139,9 +139,9 @@ def from_the_end(model: nn.Module, name: str) -> str:
 
 
 def make_small(architecture: PreTrainedConfig) -> PreTrainedModel:
-    """Make a small model of a type that knows all tokens, with random weights of which none is zero, on the CPU.
+    """Make a small model of a type that knows all tokens, on the CPU, without dropout, the same on all ranks.
 
-    It raises whatever a type raises that has none.
+    Its weights are random, and none is zero. It raises whatever a type raises that has none.
     """
     config = shrink(architecture, vocab_size=architecture.get_text_config().vocab_size)
     config._attn_implementation = "eager"
@@ -151,8 +151,10 @@ def make_small(architecture: PreTrainedConfig) -> PreTrainedModel:
         text.output_router_logits = False
     # By its constructor: `from_config` would partition it under ZeRO-3.
     made: Any = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)]
-    small: PreTrainedModel = made(config).float()
-    with torch.no_grad():
+    with torch.random.fork_rng(devices=[]), torch.no_grad():
+        # torch.manual_seed would seed GPUs, too, which are not set back.
+        torch.default_generator.manual_seed(0)
+        small: PreTrainedModel = made(config).float().eval()
         for parameter in small.parameters():
             # Some begin as zeros, by which nothing would reach what stands before them.
             parameter.add_(torch.randn_like(parameter) * 0.02)
@@ -171,11 +173,10 @@ def find_unreached(architecture: PreTrainedConfig, batch: Mapping[str, torch.Ten
     Returns:
         None of them where no small model can be made, which is told.
     """
-    with torch.random.fork_rng(devices=[]):
-        try:
-            small = make_small(architecture)
-            small(**batch).loss.backward()
-        except Exception as error:  # whatever a model raises that cannot be made small
-            logger.info("images: what they never reach in the model is not known: %s", first_line(error))
-            return frozenset()
+    try:
+        small = make_small(architecture)
+        small(**batch).loss.backward()
+    except Exception as error:  # whatever a model raises that cannot be made small
+        logger.info("images: what they never reach in the model is not known: %s", first_line(error))
+        return frozenset()
     return frozenset(from_the_end(small, name) for name, p in small.named_parameters() if p.grad is None)

@@ -30,7 +30,7 @@ def find_positions(architecture: PreTrainedConfig) -> Callable[[Batch], torch.Te
         None: the type has those of text alone, or no small model can be made.
     """
     try:
-        with torch.random.fork_rng(devices=[]), torch.device("meta"):
+        with torch.device("meta"):
             body = make_small(architecture).base_model
     except Exception:  # whatever a model raises that cannot be made small; `why_rows_mix` tells it
         return None
@@ -54,18 +54,15 @@ def why_rows_mix(architecture: PreTrainedConfig, make_trial: Callable[[], tuple[
         architecture: of the model.
         make_trial: gives a batch of one packed sequence, and a batch for each of its documents, all with labels.
     """
-    with torch.random.fork_rng(devices=[]):
-        # All ranks must find the same. torch.manual_seed would seed GPUs, too.
-        torch.default_generator.manual_seed(0)
-        try:
-            packed, alone = make_trial()
-            small = make_small(architecture).eval()
-            # With a cache, restarting positions are not looked at.
-            with without_cache(small.config):
-                wanted, of_alone = _run(small, alone)
-                found, of_packed = _run(small, [packed])
-        except Exception as error:  # whatever a model raises on what it was not written for
-            return f"a small model cannot be tried so: {first_line(error)}"
+    try:
+        packed, alone = make_trial()
+        small = make_small(architecture)
+        # With a cache, restarting positions are not looked at.
+        with without_cache(small.config):
+            wanted, of_alone = _run(small, alone)
+            found, of_packed = _run(small, [packed])
+    except Exception as error:  # whatever a model raises on what it was not written for
+        return f"a small model cannot be tried so: {first_line(error)}"
     difference = largest_difference(wanted, found, of_alone, of_packed)
     # Also where it is no number.
     return None if difference <= _BOUND else f"a small {architecture.model_type} differs by {difference:.0e}"

@@ -40,22 +40,21 @@ def find_features(architecture: PreTrainedConfig, batches: Sequence[_Batch]) -> 
         PartitionError: a type that cannot be split where rows have images, or cannot be tried.
     """
     problems = []
-    with torch.random.fork_rng(devices=[]):
-        try:
-            small = make_small(architecture)
-            # With a cache, restarting positions are not looked at.
-            with without_cache(small.config):
-                whole = [_run(small, small(**batch).loss) for batch in batches]
-                for example in _candidates(small, batches[0]):
-                    read_images(small, unreached=(), example=example)
-                    for carry in CARRIES:
-                        found = (_try(small, *tried, carry) for tried in zip(batches, whole, strict=True))
-                        problem = next((problem for problem in found if problem is not None), None)
-                        if problem is None:
-                            return example
-                        problems.append(problem)
-        except Exception as error:  # whatever a model raises that cannot be made small
-            problems = [f"it cannot be tried: {first_line(error)}"]
+    try:
+        small = make_small(architecture)
+        # With a cache, restarting positions are not looked at.
+        with without_cache(small.config):
+            whole = [_run(small, small(**batch).loss) for batch in batches]
+            for example in _candidates(small, batches[0]):
+                read_images(small, unreached=(), example=example)
+                for carry in CARRIES:
+                    found = (_try(small, *tried, carry) for tried in zip(batches, whole, strict=True))
+                    problem = next((problem for problem in found if problem is not None), None)
+                    if problem is None:
+                        return example
+                    problems.append(problem)
+    except Exception as error:  # whatever a model raises that cannot be made small
+        problems = [f"it cannot be tried: {first_line(error)}"]
     raise PartitionError(
         "the stages of a pipeline do not train this type of model on images as one process does",
         where="strategy.pipeline",

@@ -119,6 +119,6 @@ def _check_layout(config: RunConfig) -> None:
             "this layout shares sequences, experts or optimizer states: not tried on rows with images yet",
             where=", ".join(one.partition("=")[0] for one in divided),
             found=", ".join(divided),
-            allowed="ddp, ZeRO, FSDP2, strategy.pipeline, strategy.tensor",
+            allowed="ddp, ZeRO without a pipeline, FSDP2, strategy.pipeline, strategy.tensor",
             hint="strategy=fsdp2; or data.images.used=false, which trains on text alone",
         )

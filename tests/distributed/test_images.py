@@ -161,11 +161,21 @@ def test_one_process_goes_on_where_a_pipeline_stopped(single, models, rows, tmp_
     check_equal(run, single("llava"))
 
 
-def test_a_layout_that_shares_sequences_is_refused_before_weights(models, rows, tmp_path, cache_dir, monkeypatch):
-    for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}.items():
+@pytest.mark.parametrize(
+    ("layout", "num_ranks", "where"),
+    [
+        ("long_context", 2, "strategy.context"),
+        ("pipeline strategy.pipeline=2 strategy.sharding=zero1", 4, "strategy.sharding"),
+    ],
+)
+def test_a_layout_that_is_not_tried_is_refused_before_weights(
+    models, rows, tmp_path, cache_dir, monkeypatch, layout, num_ranks, where
+):
+    for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": str(num_ranks)}.items():
         monkeypatch.setenv(name, value)
-    run = prepare_run(make_config(tmp_path, models("llava"), rows, "strategy=long_context"))
+    strategy, *others = layout.split()
+    run = prepare_run(make_config(tmp_path, models("llava"), rows, f"strategy={strategy}", *others))
     run.find_model()
     with pytest.raises(ConfigError, match="not tried on rows with images") as caught:
         run.open_data()
-    assert caught.value.where == "strategy.context"
+    assert caught.value.where == where

@@ -25,30 +25,27 @@ class BytesAhead:
     """
 
     def __init__(self, num_workers: int, limit: int) -> None:
+        # Each number has one writer and needs no lock, which a process that is killed could hold for ever.
         context = multiprocessing.get_context("fork")
-        self._limit, self._counts = limit, [context.Value("q", 0) for _ in range(num_workers)]
-        self._is_closed = context.Value("b", 0)
+        self._limit, self._made, self._taken = limit, 0, context.RawArray("q", num_workers)
+        self._is_closed = context.RawValue("b", 0)
 
     def wait(self, worker: int) -> None:
         """Wait, in a loader process, until it may make a sequence."""
-        while self._counts[worker].value >= self._limit and not self._is_closed.value:
+        while self._made - self._taken[worker] >= self._limit and not self._is_closed.value:
             time.sleep(_LOOKS_EACH_SECONDS)
 
-    def add(self, worker: int, sequence: Sequence) -> None:
-        """Count a sequence that is sent."""
-        self._change(worker, _num_bytes(sequence))
+    def add(self, sequence: Sequence) -> None:
+        """Count, in a loader process, a sequence that it sends."""
+        self._made += _num_bytes(sequence)
 
     def take(self, worker: int, sequence: Sequence) -> None:
-        """Count a sequence that the rank has taken no more."""
-        self._change(worker, -_num_bytes(sequence))
+        """Count a sequence that the rank has taken."""
+        self._taken[worker] += _num_bytes(sequence)
 
     def close(self) -> None:
         """Let nobody wait any more: the rank takes nothing else."""
         self._is_closed.value = 1
-
-    def _change(self, worker: int, num_bytes: int) -> None:
-        with self._counts[worker].get_lock():
-            self._counts[worker].value += num_bytes
 
 
 def _num_bytes(sequence: Sequence) -> int:

@@ -549,9 +549,10 @@ class StreamLoader:
         ahead = None
         if self.dataset.images is not None:
             ahead = BytesAhead(num_workers, config.images.prefetch_bytes)
+        # With images one by one, as each must be sent once it is made.
         most = 1 if ahead is not None else _most_in_item(config.prefetch)
         loader = DataLoader(
-            _Worker(self.dataset, ahead),
+            _Worker(self.dataset, most, ahead),
             batch_size=None,
             num_workers=num_workers,
             prefetch_factor=-(-config.prefetch // most),
@@ -564,7 +565,7 @@ class StreamLoader:
         items = iter(loader)
         try:
             with registry.explain_deaths():
-                for item_size in _item_sizes(config.prefetch) if ahead is None else itertools.repeat(1):
+                for item_size in _item_sizes(most):
                     # Workers take turns sequence by sequence, and an item holds several sequences.
                     turns = [_unpack(next(items)) for _ in range(num_workers)]
                     for _ in range(item_size):
@@ -582,8 +583,8 @@ class StreamLoader:
 class _Worker(IterableDataset[object]):
     """The dataset in a loader process. Errors for the reader travel as values, since torch would wrap them."""
 
-    def __init__(self, stream: TokenStream, ahead: BytesAhead | None) -> None:
-        self._stream, self._ahead = stream, ahead
+    def __init__(self, stream: TokenStream, most_in_item: int, ahead: BytesAhead | None) -> None:
+        self._stream, self._most_in_item, self._ahead = stream, most_in_item, ahead
 
     def __iter__(self) -> Iterator[_Item]:
         info = get_worker_info()
@@ -591,16 +592,14 @@ class _Worker(IterableDataset[object]):
         item: list[Packed] = []
         sequences = self._stream.packed(info.id, info.num_workers)
         try:
-            while self._ahead is not None:
-                item = []
-                self._ahead.wait(info.id)
-                item.append(next(sequences))
-                self._ahead.add(info.id, item[0][2])
-                yield _pack(item), None
-            for item_size in _item_sizes(self._stream.config.prefetch):
+            for item_size in _item_sizes(self._most_in_item):
                 item = []
                 for _ in range(item_size):
+                    if self._ahead is not None:
+                        self._ahead.wait(info.id)
                     item.append(next(sequences))
+                    if self._ahead is not None:
+                        self._ahead.add(item[-1][2])
                 yield _pack(item), None
         except HfdistError as error:
             yield _pack(item) if item else None, error
@@ -611,8 +610,8 @@ def _most_in_item(prefetch: int) -> int:
     return min(max(prefetch // 2, _FIRST_ITEM), _LARGEST_ITEM)
 
 
-def _item_sizes(prefetch: int) -> Iterator[int]:
-    size, most = _FIRST_ITEM, _most_in_item(prefetch)
+def _item_sizes(most: int) -> Iterator[int]:
+    size = min(_FIRST_ITEM, most)
     while True:
         yield size
         size = min(2 * size, most)
@@ -677,7 +676,7 @@ def _identity(corpus: Corpus, encoders: Encoders, config: DataConfig, global_bat
     settings = [config.sequence_length, config.packing.value, config.seed, config.lanes]
     if config.too_long is not TooLong.split:
         settings.append(config.too_long.value)
-    if config.packing is Packing.best_fit:
+    if config.packing in (Packing.best_fit, Packing.auto):
         settings.append(RULE)
     tokens = encoders.digest(examples=corpus.has_examples)
     mixture = [

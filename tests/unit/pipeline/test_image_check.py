@@ -44,6 +44,13 @@ def test_packed_rows_are_tried_too(family):
         find_features(config, [images.example(), broken])
 
 
+def test_dropout_is_no_reason_to_refuse_a_type():
+    processor = make_processor("llava")
+    config = make_model("llava", processor).config
+    config.get_text_config().attention_dropout = 0.5
+    assert not find_features(config, [ImageTokens(processor).example()]).features
+
+
 def test_a_type_that_cannot_be_tried_is_not_split():
     processor = make_processor("llava")
     batch = ImageTokens(processor).example()
