@@ -85,7 +85,7 @@ def check_reads_texts(architecture: PreTrainedConfig, *, head: Head, longest: in
         Whether they are encoders.
 
     Raises:
-        ConfigError: they do not, they read no text, or they have fewer positions.
+        ConfigError: they do not, they read no text, they keep statistics of it, or they have fewer positions.
     """
     if head is Head.masked and architecture.is_encoder_decoder:
         error = _refuse(architecture, head, "this is an encoder-decoder, which hides tokens in another way")
@@ -98,6 +98,7 @@ def check_reads_texts(architecture: PreTrainedConfig, *, head: Head, longest: in
                 return False
             difference = _differ_by_padding(model)
             unused = count_unused_positions(model)
+            has_statistics = _keeps_statistics(model)
         except Exception as error:  # whatever a model raises that reads something else than text
             if head is Head.none and architecture.model_type in HEADS[Head.tokens].by_type:
                 # It may be packed.
@@ -110,6 +111,9 @@ def check_reads_texts(architecture: PreTrainedConfig, *, head: Head, longest: in
     if not difference <= BOUND:
         reason = f"a text says something else beside longer ones: a small model differs by {difference:.0e}"
         raise _refuse(architecture, head, reason)
+    if has_statistics:
+        # By ranks and micro batches of other sizes they would be others.
+        raise _refuse(architecture, head, "in training this type saves statistics of what a process reads")
     limit = getattr(architecture.get_text_config(), "max_position_embeddings", None)
     if unused and isinstance(limit, int) and longest > limit - unused:
         raise ConfigError(
@@ -161,6 +165,16 @@ def _differ_by_padding(model: PreTrainedModel) -> float:
         differences.append(float((alone - beside).abs().max()))
         largest = max(largest, float(alone.abs().max()))
     return max(differences) / max(largest, torch.finfo(torch.float32).tiny)
+
+
+@torch.no_grad()
+def _keeps_statistics(model: PreTrainedModel) -> bool:
+    """Whether a forward in training changes what is saved, as that of activations' ranges or of batch norms does."""
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    model.train()
+    model(input_ids=_ids(model, max(_LENGTHS))[None])
+    model.eval()
+    return any(not torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
 
 def _ids(model: PreTrainedModel, length: int) -> torch.Tensor:

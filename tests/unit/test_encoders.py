@@ -32,6 +32,7 @@ def test_decoders_are_none():
     ("kind", "head", "said"),
     [
         ("fnet", Head.labels, "a text says something else beside longer ones"),
+        ("ibert", Head.masked, "saves statistics of what a process reads"),
         ("vit", Head.none, "a small model cannot read texts"),
         ("t5", Head.none, "reads a text only beside a target"),
     ],

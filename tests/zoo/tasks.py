@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import tempfile
 from dataclasses import dataclass, replace
+from operator import attrgetter
 from pathlib import Path
 
 import torch
@@ -143,7 +144,7 @@ def ask(architecture: PreTrainedConfig, head: Head) -> None:
 
 
 def make_small(architecture: PreTrainedConfig, head: Head) -> PreTrainedModel:
-    """Make a small model of the type, in train mode without dropout, with random weights, none of which are zeros."""
+    """Make a small model of the type, in train mode without dropout, whose trained weights are random and not zeros."""
     small = shrink(architecture)
     switch_off(small)
     small._attn_implementation = "eager"
@@ -155,7 +156,8 @@ def make_small(architecture: PreTrainedConfig, head: Head) -> PreTrainedModel:
         fill_special_ids(small, 0)
     model = make_of_config(small, head)
     with torch.no_grad():
-        for parameter in model.parameters():
+        # What is frozen a class may compute and leave out of its files, as Marian's positions.
+        for parameter in filter(attrgetter("requires_grad"), model.parameters()):
             parameter.add_(torch.randn_like(parameter) * 0.02)
     if head is Head.tokens:
         read_text_alone(model)
