@@ -226,13 +226,15 @@ class Transport:
 
     def close(self) -> None:
         """Close all, once what is under way has arrived or none of it gets on."""
-        peers, gone, silent_seconds = list(self._peers.values()), -1, 0.0
+        peers, most, silent_seconds = list(self._peers.values()), -math.inf, 0.0
         for peer in peers:
             peer.finish()
         # Waits are counted, not the clock: where all processes stand still for a while, nobody could have got on.
         while silent_seconds < _LINGER_SECONDS and not all(peer.has_ended(_POLL_SECONDS) for peer in peers):
-            before, gone = gone, sum(peer.gone_bytes() for peer in peers)
-            silent_seconds = silent_seconds + _POLL_SECONDS if gone == before else 0.0
+            gone = sum(peer.gone_bytes() for peer in peers)
+            # What is sent anew gets on only where it had not been.
+            silent_seconds = 0.0 if gone > most else silent_seconds + _POLL_SECONDS
+            most = max(gone, most)
         for peer in peers:
             peer.close()
         self._peers = {}
@@ -298,9 +300,12 @@ class _Sender:
         return not self._thread.is_alive()
 
     def gone_bytes(self) -> int:
-        """Count what has left this machine: a slow network takes long for what the kernel holds."""
+        """Count what has left this machine: a slow network takes long for what the kernel holds.
+
+        Where the kernel does not say what it holds, that is counted, too.
+        """
         held = array("i", [0])
-        with suppress(OSError, ValueError):  # ended, or not begun
+        with suppress(OSError, ValueError):  # unknown; ended, or not begun
             fcntl.ioctl(-1 if self._connection is None else self._connection, termios.TIOCOUTQ, held)
         return self._sent_bytes - held[0]
 
@@ -325,6 +330,7 @@ class _Sender:
             self._connection.close()
 
     def _is_sent(self, header: bytes, contents: Sequence[bytes]) -> bool:
+        before = self._sent_bytes
         try:
             if self._connection is None:
                 self._connection, _ = knock(self._address, self._secret, {_SENDER: self._own}, {}, _CONNECT_SECONDS)
@@ -339,5 +345,6 @@ class _Sender:
             if self._connection is not None:
                 self._connection.close()
                 self._connection = None
+            self._sent_bytes = before
             return False
         return True

@@ -33,8 +33,8 @@ class Block:
     source: int
     target: int
     dims: tuple[Dim, ...]
-    """Dimensions of more than one element each, the largest step in the target first. No two neighbours could be
-    one dimension in both tensors."""
+    """Dimensions of more than one element each, the largest step in the target first. All steps go forward, and no two
+    neighbours could be one dimension in both tensors."""
 
     @property
     def stop(self) -> int:
@@ -131,6 +131,8 @@ class _Followed(torch.Tensor):
             out: Any = func(*args, **kwargs)
         if name in _JOINS:
             return _join(name, args[0], args[1] if len(args) > 1 else kwargs.get("dim", 0), out)
+        if out is None:
+            raise UnfollowedError(f"{name}, which writes into a tensor")
         if not isinstance(out, torch.Tensor) and name not in _CUTS:
             # A shape, or a number of dimensions.
             return out
@@ -214,17 +216,20 @@ class _Sources(NamedTuple):
     """Address of the first element of each, and one past the last of all."""
 
     def blocks(self, offset: int, target: int, dims: list[Dim]) -> Iterator[Block]:
-        """Give what lies at these steps from an address, for each source."""
+        """Give what lies at these steps from an address: blocks of one source each, with steps forward alone."""
         number = bisect_right(self.begins, offset, hi=len(self.names)) - 1
         begin, end = self.begins[number : number + 2]
-        # Of tensors that are joined in another order than they lie, a step goes back.
-        crossing = next((dim for dim in dims if not begin <= offset + (dim.size - 1) * dim.source < end), None)
-        if crossing is None:
+        stop = offset + sum((dim.size - 1) * dim.source for dim in dims) + 1
+        # What is joined in another order than it lies, or twice, has steps that go back, or stay; of nothing, none.
+        divided = next((dim for dim in dims if dim.source <= 0 or dim.size == 0), None)
+        if divided is None and stop > end:
+            divided = max(dims, key=lambda dim: dim.source)
+        if divided is None:
             yield Block(self.names[number], offset - begin, target, _merged(dims))
             return
-        rest = [dim for dim in dims if dim is not crossing]
-        for index in range(crossing.size):
-            yield from self.blocks(offset + index * crossing.source, target + index * crossing.target, rest)
+        rest = [dim for dim in dims if dim is not divided]
+        for index in range(divided.size):
+            yield from self.blocks(offset + index * divided.source, target + index * divided.target, rest)
 
 
 def _blocks(tensor: _Followed, sources: _Sources) -> Iterator[Block]:

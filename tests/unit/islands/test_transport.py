@@ -46,6 +46,25 @@ def test_what_is_under_way_arrives_as_long_as_it_gets_on(monkeypatch):
     two.close()
 
 
+def test_who_drops_what_comes_again_and_again_is_given_up(monkeypatch):
+    read_bytes = transport.read_bytes
+
+    async def drop(reader, num_bytes, heard):
+        await read_bytes(reader, num_bytes // 4, heard)
+        raise ConnectionError
+
+    monkeypatch.setattr(transport, "read_bytes", drop)
+    monkeypatch.setattr(transport, "_LINGER_SECONDS", 1.0)
+    one, two = (Transport("127.0.0.1", Codec.fp32) for _ in range(2))
+    for each in (one, two):
+        each.begin("known")
+    one.send(two.address, 1, "state", bytes(2**25))
+    # Else it waits for ever, since each try sends bytes.
+    one.close()
+    assert not two._waiting
+    two.close()
+
+
 def test_an_island_says_bye_once_what_it_has_given_is_there():
     done = []
 
