@@ -304,6 +304,8 @@ LINES = [
     f"{REWARDED} task.beta=0.1 task.ref_model_mixup_alpha=0.3",
     f"{REWARDED} task.loss=sapo task.delta=2",
     f"{REWARDED} task.trained_prompts=99",
+    f"{REWARDED} task.num_generations=1",
+    f"{REWARDED.replace('grpo', 'ppo')} {TWO} strategy.tensor=2 strategy.sequence=true",
     f"{PAIRS} task.label_smoothing=0.1",
     f"{PAIRS} task.beta=0",
     f"{REWARD} evaluate.metrics=[exact_match]",
