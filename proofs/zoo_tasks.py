@@ -94,7 +94,8 @@ def find_all(kept: Path) -> Found:
     found: dict[Head, dict[str, Tried]] = {head: {} for head in TITLES}
     lines = kept.read_text(encoding="utf-8").splitlines() if kept.exists() else []
     for line in map(json.loads, lines):
-        found[Head(line.pop("head"))][line.pop("type")] = Tried(**line)
+        head, model_type = Head(line.pop("head")), line.pop("type")
+        found[head][model_type] = Tried(**line)
     for head in TITLES:
         for model_type in types_of(head):
             if model_type not in found[head]:

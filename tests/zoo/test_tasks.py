@@ -1,11 +1,12 @@
 """A type of each head: its loss is hfdist's, ranks that shard it train it, and its folder opens; others are refused."""
 
 import dataclasses
+import json
 
 import pytest
 
 from hfdist.config.task import Head
-from proofs.zoo_tasks import TITLES, page
+from proofs.zoo_tasks import TITLES, find_all, page
 from tests.zoo.conftest import is_of_all
 from tests.zoo.tasks import Tried, try_apart, types_of
 
@@ -34,6 +35,13 @@ def test_what_differs_is_wrong():
     for wrong in ({"loss_difference": 1e-3}, {"gradient_difference": float("nan")}, {"sharded": "wrong"},
                   {"saved": "wrong"}):  # fmt: skip
         assert dataclasses.replace(exact, **wrong).verdict == "wrong"
+
+
+def test_a_stopped_run_goes_on_with_what_it_kept(tmp_path):
+    kept, tried = tmp_path / "kept.jsonl", Tried(sharded="exact", saved="same", gradient_difference=1e-7)
+    lines = [{"head": head, "type": kind} | dataclasses.asdict(tried) for head in TITLES for kind in types_of(head)]
+    kept.write_text("\n".join(map(json.dumps, lines)))
+    assert find_all(kept) == {head: dict.fromkeys(types_of(head), tried) for head in TITLES}
 
 
 def test_the_page_has_each_type_and_reason():
