@@ -74,17 +74,17 @@ def _table(found: Mapping[str, Tried]) -> str:
             one.saved,
         ]
         for kind, one in found.items()
-        if not (one.refused or one.missing)
+        if not one.reason
     ]
     return markdown(["type", "outcome", "loss", "gradients", "fsdp2", "gradients", "saved"], rows)
 
 
 def _reasons(found: Mapping[str, Tried]) -> str:
-    """List what is refused, and what could not be tried, by its reason."""
+    """List what is refused, what could not be tried, and where hfdist fails, by its reason."""
     by_reason: dict[tuple[str, str], list[str]] = {}
     for kind, one in found.items():
-        if one.refused or one.missing:
-            by_reason.setdefault((one.verdict, one.refused or one.missing), []).append(f"`{kind}`")
+        if one.reason:
+            by_reason.setdefault((one.verdict, one.reason), []).append(f"`{kind}`")
     lines = [f"* {verdict}: {', '.join(kinds)}: {reason}" for (verdict, reason), kinds in sorted(by_reason.items())]
     return "\n" + "".join(f"{line}\n" for line in lines) + "\n"
 

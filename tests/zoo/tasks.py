@@ -7,6 +7,7 @@ the type's default config -> what a run asks of it -> a small model -> its own l
 
 from __future__ import annotations
 
+import copy
 import functools
 import tempfile
 from dataclasses import dataclass, replace
@@ -62,6 +63,8 @@ class Tried:
     """What a run says of it before it trains."""
     missing: str = ""
     """Why it could not be tried."""
+    failed: str = ""
+    """What hfdist raises where the class itself computes a loss."""
     loss_difference: float = 0.0
     gradient_difference: float = 0.0
     """Of hfdist's loss from the class's own, on one process."""
@@ -72,10 +75,17 @@ class Tried:
     """How it is saved; see `how_saved`."""
 
     @property
+    def reason(self) -> str:
+        """Why there is nothing to compare; empty: there is."""
+        return self.refused or self.missing or self.failed
+
+    @property
     def verdict(self) -> str:
         """`exact`, `refused`, `not yet`, or `wrong`."""
         if self.refused or self.missing:
             return "refused" if self.refused else "not yet"
+        if self.failed:
+            return "wrong"
         # Also where one is no number.
         is_exact = all(one <= TOLERANCE for one in (self.loss_difference, self.gradient_difference))
         return "exact" if is_exact and self.sharded == "exact" and self.saved != WRONG else "wrong"
@@ -94,12 +104,15 @@ def try_apart(model_type: str, head: Head) -> Tried:
     """Try a type in processes of its own, with limits of time and memory."""
     try:
         (alone,) = run_ranks(_try_alone, 1, model_type, head, timeout_seconds=_SECONDS)
-        found: Tried = alone
-        if found.refused or found.missing:
-            return found
+    except RankFailed as error:
+        return Tried(missing=_short(f"its process ends: {first_line(error.__cause__ or error)}"))
+    found: Tried = alone
+    if found.reason:
+        return found
+    try:
         sharded: list[Sharded] = run_ranks(_try_sharded, NUM_RANKS, model_type, head, timeout_seconds=_SECONDS)
-    except RankFailed as failed:
-        return Tried(missing=_short(f"its process ends: {first_line(failed.__cause__ or failed)}"))
+    except RankFailed as error:
+        return replace(found, failed=_short(f"over ranks: {first_line(error.__cause__ or error)}"))
     worst = max(sharded, key=lambda one: (one.verdict != "exact", one.gradient_difference))
     return replace(found, sharded=worst.verdict, sharded_gradient_difference=worst.gradient_difference)
 
@@ -119,9 +132,14 @@ def _try_alone(model_type: str, head: Head) -> Tried:
         model = make_small(architecture, head)
         if (size := num_parameters(model)) > MOST_PARAMETERS:
             return Tried(missing=f"its small model has {size:,} parameters")
-        return try_model(model, head)
+        # By a copy: some models keep what a forward computes.
+        own_loss(head, copy.deepcopy(model), make_batch(model, head, seed=0))
     except Exception as error:  # whatever a model raises that reads more than texts
         return Tried(missing=_short(f"{type(error).__name__}: {first_line(error)}"))
+    try:
+        return try_model(model, head)
+    except Exception as error:  # whatever hfdist raises, so that the other types are tried, too
+        return Tried(failed=_short(f"{type(error).__name__}: {first_line(error)}"))
 
 
 def _try_sharded(model_type: str, head: Head) -> Sharded:

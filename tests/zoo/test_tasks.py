@@ -33,7 +33,7 @@ def test_what_differs_is_wrong():
     exact = Tried(sharded="exact", saved="same")
     assert exact.verdict == "exact"
     for wrong in ({"loss_difference": 1e-3}, {"gradient_difference": float("nan")}, {"sharded": "wrong"},
-                  {"saved": "wrong"}):  # fmt: skip
+                  {"saved": "wrong"}, {"failed": "ValueError"}):  # fmt: skip
         assert dataclasses.replace(exact, **wrong).verdict == "wrong"
 
 
@@ -47,8 +47,9 @@ def test_a_stopped_run_goes_on_with_what_it_kept(tmp_path):
 def test_the_page_has_each_type_and_reason():
     found = {head: {} for head in TITLES}
     found[Head.masked] = {"bert": Tried(sharded="exact", saved="same"), "fnet": Tried(refused="it reads padding")}
-    found[Head.targets] = {"fsmt": Tried(missing="no small model")}
+    found[Head.targets] = {"fsmt": Tried(missing="no small model"), "t5": Tried(failed="ValueError: of ours")}
     text = page(found)
     assert "| `bert` | exact | 0 | 0 | exact | 0 | same |" in text
     assert "* refused: `fnet`: it reads padding" in text
     assert "* not yet: `fsmt`: no small model" in text
+    assert "* wrong: `t5`: ValueError: of ours" in text
