@@ -60,7 +60,7 @@ def find_features(architecture: PreTrainedConfig, batches: Sequence[_Batch]) -> 
         where="strategy.pipeline",
         found=f"{architecture.model_type}, made small: {problems[0]}",
         allowed="1 for this type",
-        hint="strategy=fsdp2; or data.images.used=false, which trains on text alone",
+        hint="strategy=fsdp2",
     )
 
 
