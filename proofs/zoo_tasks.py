@@ -44,7 +44,7 @@ Each type of transformers {transformers.__version__} that has a class for a task
 weights (float32, CPU, torch {torch.__version__.partition("+")[0]}). [The zoo](zoo.md) has the causal language models.
 
 ```
-python -m proofs.zoo_tasks docs/zoo-tasks.md
+make zoo
 ```
 
 {markdown(["task", *VERDICTS], counts)}

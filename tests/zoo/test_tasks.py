@@ -39,7 +39,9 @@ def test_what_differs_is_wrong():
 
 def test_a_stopped_run_goes_on_with_what_it_kept(tmp_path):
     kept, tried = tmp_path / "kept.jsonl", Tried(sharded="exact", saved="same", gradient_difference=1e-7)
-    lines = [{"head": head, "type": kind} | dataclasses.asdict(tried) for head in TITLES for kind in types_of(head)]
+    lines = [
+        {"head": head.value, "type": kind} | dataclasses.asdict(tried) for head in TITLES for kind in types_of(head)
+    ]
     kept.write_text("\n".join(map(json.dumps, lines)))
     assert find_all(kept) == {head: dict.fromkeys(types_of(head), tried) for head in TITLES}
 
