@@ -93,8 +93,8 @@ MUTATIONS = [
     ),
     Mutation(
         "copies that fill up the last batch are targets",
-        "            filler = torch.full_like(filler, _NEVER_FILLED[name])\n",
-        "            pass\n",
+        "        filler = torch.full_like(filler, _NEVER_FILLED[name])\n",
+        "        pass\n",
         f"{UNIT}/pipeline/test_microbatches.py",
     ),
     Mutation(
