@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from hfdist.config.data import Packing, RowFormat
-from hfdist.config.ranges import limited
+from hfdist.config.ranges import LIMIT, Limit, limited
 
 
 class TaskLoss(Enum):
@@ -468,6 +468,7 @@ REWARD_MODEL = "reward_model"
 
 ENVIRONMENT = "environment"
 """The name among rewards of what an environment gives."""
+_SCALES = Limit("true, false or batch", lambda value: value in (True, False, "batch"))
 
 
 @dataclass(kw_only=True)
@@ -535,8 +536,11 @@ class TaskConfig:
 
     # ---- grpo, rloo, ppo: losses of policies ----
 
-    scale_rewards: bool = True
-    """grpo: whether advantages are divided by a standard deviation of rewards, in the losses that do so."""
+    scale_rewards: bool | str = field(default=True, metadata={LIMIT: _SCALES})
+    """grpo: whether advantages are divided by a standard deviation of rewards, in the losses that do so.
+
+    batch: by that of all rewards of a step, in place of the loss's own.
+    """
     clip: float | None = limited(0.2, above=0)
     """grpo, rloo, ppo: how far a ratio of new to old probabilities may lie from 1 and count fully; null: the loss's.
 

@@ -50,16 +50,24 @@ def compare(
         Advantages of the same shape, 0 where there is no reward.
     """
     compared = loss.baseline(rewards, is_one)
-    if loss.scale is Scale.none or not task.scale_rewards:
+    if loss.scale is Scale.none or task.scale_rewards is False:
         return compared
-    spread = spread_of(compared, is_one)
-    if loss.scale is Scale.batch:
-        # The ranks of a model replica have the same.
-        found = dict(gather_json([data_rank, compared[is_one].tolist()]))
-        values = torch.tensor([value for own in found.values() for value in own], dtype=torch.float64)
-        # One alone, or none, has no standard deviation.
-        spread = values.std() if len(values) > 1 else torch.zeros(())
+    if task.scale_rewards == "batch":
+        # Of the rewards as they are, which TRL's scale_rewards="batch" takes (arXiv 2508.08221).
+        spread = _spread_of_batch(rewards[is_one], data_rank)
+    elif loss.scale is Scale.batch:
+        spread = _spread_of_batch(compared[is_one], data_rank)
+    else:
+        spread = spread_of(compared, is_one)
     return compared / (spread + _SMALLEST).float()
+
+
+def _spread_of_batch(own: torch.Tensor, data_rank: int) -> torch.Tensor:
+    """Give the standard deviation of the values of all ranks; 0 for a single one, or none. A collective."""
+    # The ranks of a model replica have the same.
+    found = dict(gather_json([data_rank, own.tolist()]))
+    values = torch.tensor([value for own in found.values() for value in own], dtype=torch.float64)
+    return values.std() if len(values) > 1 else torch.zeros(())
 
 
 def _with_own(batch: Batch, compared: torch.Tensor) -> Batch:

@@ -25,6 +25,7 @@ LOSSES = {
     },
     "gspo alone": ("grpo", "task.loss=gspo", "task.mask_truncated=true"),
     "unscaled grpo": ("grpo", "task.loss=grpo", "task.scale_rewards=false", *BETA),
+    "grpo by batch": ("grpo", "task.loss=grpo", "task.scale_rewards=batch", *BETA),
     "reinforce_pp": ("grpo", "task.loss=reinforce_pp", "task.mask_truncated=true", *BETA),
 }
 """A task and what it is given, by the name of its loss."""
@@ -93,6 +94,7 @@ LIKE_TRL = {
     # By its own default a token counts as much as any other, as here.
     "grpo": {"beta": 0.5},
     "unscaled grpo": {"scale_rewards": "none", "beta": 0.5},
+    "grpo by batch": {"scale_rewards": "batch", "beta": 0.5},
 }
 
 

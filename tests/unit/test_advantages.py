@@ -66,6 +66,19 @@ def test_a_token_has_the_advantages_of_the_steps_that_are_not_over(scales):
             assert torch.allclose(found, torch.tensor([float(one) for one in wanted]), atol=1e-3)
 
 
+@pytest.mark.parametrize("loss", [TaskLoss.grpo, TaskLoss.reinforce_pp, TaskLoss.dr_grpo])
+def test_a_batch_has_one_scale_that_of_its_rewards(loss):
+    task = TaskConfig(name=TaskName.grpo, loss=loss, num_generations=2, scale_rewards="batch")
+    rewards = torch.tensor([1.0, 3.0, 2.0, 0.0])
+    batch = make_rows([PROMPT] * 4, [Answer.of(one) for one in ANSWERS], fill_id=FILL) | {REWARDS: rewards[:, None]}
+    # The batch of two forwards is one: the standard deviation is that of all four.
+    halves = [{name: values[part] for name, values in batch.items()} for part in (slice(2), slice(2, 4))]
+    found = add_advantages(halves, POLICY_LOSSES[loss], task, data_rank=0)
+    scale = 1.0 if loss is TaskLoss.dr_grpo else float(rewards.std()) + 1e-4
+    wanted = [-1 / scale, 1 / scale, 1 / scale, -1 / scale]
+    assert torch.cat([one[ADVANTAGES] for one in found]).tolist() == pytest.approx(wanted)
+
+
 def test_the_reward_of_a_whole_answer_is_one_step():
     task = TaskConfig(name=TaskName.grpo, loss=TaskLoss.grpo, num_generations=2)
     whole = [[(len(answer), float(value))] for answer, value in zip(ANSWERS, (1, 3, 2, 0), strict=True)]
