@@ -592,7 +592,7 @@ class TaskConfig:
     server: InferenceServer | None = None
     """grpo, rloo, ppo: vllm | sglang: what answers prompts in place of generators; null: no server."""
     server_addresses: list[str] = field(default_factory=list)
-    """server: where they run, 64 at most: [http://HOST:8000]; they read the weights of each version from the run's folder."""
+    """server: where they run: [http://HOST:8000], 64 at most; they read each version from the run's folder."""
     server_key_variable: str | None = None
     """server: variable of the environment with the API key, such as VLLM_API_KEY; null: the servers ask for none."""
 

@@ -15,7 +15,7 @@ import os
 import time
 import warnings
 from collections.abc import Generator, Iterable, Iterator, Mapping
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -106,6 +106,9 @@ class TokenStream(IterableDataset[dict[str, torch.Tensor]]):
         global_batch_size: int | None = None,
         run: tuple[int, int] = (0, 1),
     ) -> None:
+        if config.packing is Packing.auto:
+            # Rows with images are asked before: see run/images.py.
+            config = replace(config, packing=Packing.best_fit)
         self.corpus, self.config = corpus, config
         self.images: ImageTokens | None = None
         """What images of rows become, by `read_images`; None: rows have none."""
@@ -473,14 +476,17 @@ class TokenStream(IterableDataset[dict[str, torch.Tensor]]):
             return collate(sequences, self.plan.packing, self.plan.shape)
         if self.plan.packing is Packing.none:
             return self.stack_rows([image_row(one, self.images) for one in sequences])
-        how = {"needs_image": self.needs_image, "tells_rows": self.tells_images_by_row}
-        return stack_packed(sequences, self.plan.shape, self.images, **how)
+        return stack_packed(sequences, self.plan.shape, self.images, **self._of_batches)
 
     def stack_rows(self, rows: list[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
         """Collate rows of a run with images, as of its held-out set."""
         assert self.images is not None
-        how = {"needs_image": self.needs_image, "tells_rows": self.tells_images_by_row}
-        return stack_rows(rows, self.plan.shape.fill_id, self.images, **how)
+        return stack_rows(rows, self.plan.shape.fill_id, self.images, **self._of_batches)
+
+    @property
+    def _of_batches(self) -> dict[str, bool]:
+        """Say what each batch with images has besides: keywords of `stack_rows` and `stack_packed`."""
+        return {"needs_image": self.needs_image, "tells_rows": self.tells_images_by_row}
 
     def _note(self, lane: int, pool: int, sequence: Sequence) -> None:
         (digest, pools, number), records = self._states[lane], sequence.records
@@ -546,11 +552,10 @@ class StreamLoader:
             # Inherited objects are no garbage: looking through them takes tenths of a second, and copies their memory.
             gc.freeze()
 
-        ahead = None
-        if self.dataset.images is not None:
-            ahead = BytesAhead(num_workers, config.images.prefetch_bytes)
+        # Sequences without images have no bytes there, and nobody waits.
+        ahead = BytesAhead(num_workers, config.images.prefetch_bytes)
         # With images one by one, as each must be sent once it is made.
-        most = 1 if ahead is not None else _most_in_item(config.prefetch)
+        most = _most_in_item(config.prefetch) if self.dataset.images is None else 1
         loader = DataLoader(
             _Worker(self.dataset, most, ahead),
             batch_size=None,
@@ -571,19 +576,17 @@ class StreamLoader:
                     for _ in range(item_size):
                         for worker, turn in enumerate(turns):
                             packed = next(turn)
-                            if ahead is not None:
-                                ahead.take(worker, packed[2])
+                            ahead.take(worker, packed[2])
                             yield packed
         finally:
-            if ahead is not None:
-                ahead.close()
+            ahead.close()
             del items
 
 
 class _Worker(IterableDataset[object]):
     """The dataset in a loader process. Errors for the reader travel as values, since torch would wrap them."""
 
-    def __init__(self, stream: TokenStream, most_in_item: int, ahead: BytesAhead | None) -> None:
+    def __init__(self, stream: TokenStream, most_in_item: int, ahead: BytesAhead) -> None:
         self._stream, self._most_in_item, self._ahead = stream, most_in_item, ahead
 
     def __iter__(self) -> Iterator[_Item]:
@@ -595,11 +598,9 @@ class _Worker(IterableDataset[object]):
             for item_size in _item_sizes(self._most_in_item):
                 item = []
                 for _ in range(item_size):
-                    if self._ahead is not None:
-                        self._ahead.wait(info.id)
+                    self._ahead.wait(info.id)
                     item.append(next(sequences))
-                    if self._ahead is not None:
-                        self._ahead.add(item[-1][2])
+                    self._ahead.add(item[-1][2])
                 yield _pack(item), None
         except HfdistError as error:
             yield _pack(item) if item else None, error
@@ -676,7 +677,7 @@ def _identity(corpus: Corpus, encoders: Encoders, config: DataConfig, global_bat
     settings = [config.sequence_length, config.packing.value, config.seed, config.lanes]
     if config.too_long is not TooLong.split:
         settings.append(config.too_long.value)
-    if config.packing in (Packing.best_fit, Packing.auto):
+    if config.packing is Packing.best_fit:
         settings.append(RULE)
     tokens = encoders.digest(examples=corpus.has_examples)
     mixture = [
