@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Hashable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import cached_property
 from itertools import chain
@@ -176,7 +176,7 @@ class PipelineEngine(Engine):
         """See the base class: the schedule without its backwards."""
         assert self._pipeline is not None
         self._train_mode(True)
-        with torch.no_grad():
+        with torch.no_grad(), self._for_forwards():
             self._pipeline.forward_backward(self._split_batch(batch), function, hooks.router_loss)
 
     def forward(
@@ -190,16 +190,21 @@ class PipelineEngine(Engine):
         """Run forwards through the stages. Only the rank of the last stage has values; with `as_whole` all have."""
         if as_whole and not self._writes_whole:
             return []
-        if self._pipeline is None:
-            # Before training.
-            self._pipeline = self._make_pipeline()
-        self._train_mode(False)
         with torch.no_grad():
-            if as_whole:
-                values = [self._pipeline.call_whole(self._sharded(batch), function)]
-            else:
-                values = self._pipeline.forward(self._split_batch(batch), function)
+            if self._pipeline is None:
+                # Before training.
+                self._pipeline = self._make_pipeline()
+            self._train_mode(False)
+            with self._for_forwards():
+                if as_whole:
+                    values = [self._pipeline.call_whole(self._sharded(batch), function)]
+                else:
+                    values = self._pipeline.forward(self._split_batch(batch), function)
         return values if self._has_values else []
+
+    def _for_forwards(self) -> AbstractContextManager[None]:
+        """Have what forwards alone need, within the block and without gradients."""
+        return nullcontext()
 
     @cached_property
     def _writes_whole(self) -> bool:
