@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 from hfdist.config.data import Packing, WeightChange
 from hfdist.data import Cursor, TokenStream, build_held_out, count_steps, open_corpus, report
 from hfdist.data.order.records import Status
-from hfdist.data.stream import token_stream
+from hfdist.data.stream import read_ahead
 from hfdist.data.stream.worker_deaths import WorkerRegistry, system_memory
 from hfdist.data.tokenization.text_encoder import Encoder, text_digest
 from hfdist.errors import CheckpointError, ConfigError, DataError, ResourceError
@@ -140,7 +140,7 @@ def test_what_loader_processes_inherit_is_kept_out_of_their_garbage_collections(
         return item
 
     # torch calls it in the loader process.
-    monkeypatch.setattr(token_stream, "keep_arrays", count)
+    monkeypatch.setattr(read_ahead, "keep_arrays", count)
     config = memory_config(tmp_path, workers=1)
     # Whatever other tests have done in this process.
     gc.unfreeze()
