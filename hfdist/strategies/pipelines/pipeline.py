@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
-from hfdist.collectives import gather_json, is_planned
+from hfdist.collectives import first_problem, gather_json, is_planned
 from hfdist.config.batch import BatchPlan
 from hfdist.config.strategy import Schedule, StrategyConfig
 from hfdist.config.train import Compile, TrainConfig
@@ -211,8 +211,7 @@ class PipelineEngine(Engine):
         """Whether stages have caches of their own. A collective over all ranks the first time."""
         problem = None if self._io.carry == CARRIES[0] else f"{self._io.carry.describe()} travel between its stages"
         # Ranks of different machines must not disagree.
-        problems = gather_json(problem or find_generation_problem(self._split.model))
-        problem = next((found for found in problems if found is not None), None)
+        problem = first_problem(problem or find_generation_problem(self._split.model))
         if problem is not None and dist.get_rank() == 0:
             logger.warning("each new token is computed from all tokens before it, without a cache: %s", problem)
         return problem is None
