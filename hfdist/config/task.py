@@ -108,8 +108,8 @@ class InferenceServer(Enum):
     sglang = "sglang"
 
 
-MOST_ANSWER_SECONDS = 86_400.0
-MOST_SERVERS = 64
+ANSWER_LIMIT, MOST_SERVERS = 86_400.0, 64
+"""Most seconds of `task.answer_seconds`, and most servers of a run."""
 NO_SERVER = "task.server=null task.server_addresses=[] task.server_key_variable=null"
 """Overrides of a run without servers."""
 
@@ -582,7 +582,7 @@ class TaskConfig:
     """generators: steps by which the policy that gave an answer may be older than the one that it trains."""
     sync_every: int = limited(1, at_least=1)
     """generators: steps between the policies that they get; <= max_staleness + 1."""
-    answer_seconds: float = limited(600.0, above=0, at_most=MOST_ANSWER_SECONDS)
+    answer_seconds: float = limited(600.0, above=0, at_most=ANSWER_LIMIT)
     """generators: time after which a prompt goes to another one, too."""
     generators_port: int | None = limited(None, at_least=1, at_most=65535)
     """grpo, rloo, ppo: where `hfdist generate` of other machines may join; null: nobody may."""

@@ -48,7 +48,7 @@ from hfdist.trainer.row_check import check_lengths
 from hfdist.trainer.run_options import RunOptions
 from hfdist.trainer.sft import fit_sft, share_metrics
 from hfdist.trainer.step.lean_callbacks import use_lean_handler
-from hfdist.trainer.step.listed_gradients import fill_with_zeros, zeroing_from_list
+from hfdist.trainer.step.listed_gradients import zeroing_from_list
 from hfdist.trainer.step.loss import WeightedLoss, num_input_tokens, num_losses
 from hfdist.trainer.step.objective import Objective
 from hfdist.trainer.step.router_loss import RouterLoss
@@ -460,7 +460,9 @@ class DistributedTrainerMixin(_Trainer):
         keeps_them_elsewhere = self.accelerator.distributed_type is DistributedType.DEEPSPEED
         if reads_images(cast(nn.Module, self.model)) and not keeps_them_elsewhere:
             # Of a step without an image: ranks that share gradients have zeros, too, and optimizers go on by them.
-            fill_with_zeros(parameter for parameter, is_trained in self._trained if is_trained)
+            for parameter, is_trained in self._trained:
+                if is_trained and parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
         self._check_step()
         self._guard.judge(grad_norm)
         return grad_norm

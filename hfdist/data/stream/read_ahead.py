@@ -1,27 +1,52 @@
-"""Loader processes, which read and tokenize sequences ahead of their rank, and what they send."""
+"""Loader processes: they read and tokenize sequences ahead of their rank, and send them in few arrays."""
 
 from __future__ import annotations
 
 import gc
 import os
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from typing import NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
-from hfdist.data.stream.bundle import Bundle, bundle, unbundle
+from hfdist.data.order.lane_state import Place
+from hfdist.data.order.records import Records, join
+from hfdist.data.packing.sequence import Pieces, join_tokens
+from hfdist.data.packing.sequence import Sequence as PackedSequence
 from hfdist.data.stream.bytes_ahead import BytesAhead
 from hfdist.data.stream.lane import Packed
 from hfdist.data.stream.worker_deaths import WorkerRegistry
 from hfdist.data.stream.worker_process import forward_to_rank, keep_arrays
+from hfdist.data.tokenization.image_tokens import Inputs
 from hfdist.errors import HfdistError
+from hfdist.units import list_first
 
 # Sequences in an item of a worker, which costs as much as many sequences: few at first, so that the first batch comes
 # soon, then twice as many each time.
 _FIRST_ITEM, _LARGEST_ITEM = 8, 64
-_SHOWN_LANES = 8
 
-_Item = tuple[Bundle | None, HfdistError | None]
+_Images = Mapping[int, Inputs] | None
+_Rest = tuple[Sequence[int], Sequence[tuple[int, int]], tuple[int, ...], int, int, tuple[str, ...], _Images]
+"""`lengths`, `blanks`, `next_place`, `num_tokens`, `num_documents`, `problems` and `images` of a sequence."""
+
+
+class _Bundle(NamedTuple):
+    """Sequences with their lanes and pools."""
+
+    turns: list[tuple[int, int | None]]
+    """Lane and pool of each sequence, as in `Packed`."""
+    tokens: NDArray[np.integer]
+    """Tokens of all sequences, end to end, in their narrow type: the rank makes positions and labels of them."""
+    records: Records
+    """Records of all, end to end."""
+    num_records: list[int]
+    rests: list[_Rest]
+
+
+_Item = tuple[_Bundle | None, HfdistError | None]
 """Sequences of a worker, and what it met after them."""
 _Open = Callable[[int, int], Iterator[Packed]]
 
@@ -42,7 +67,7 @@ def read_ahead(
         HfdistError: what a worker met, in its turn; a worker that has died.
     """
     num_workers, rank = len(lanes), os.getpid()
-    registry = WorkerRegistry(num_workers, lambda worker: f"which reads lanes {_shown(lanes[worker])}")
+    registry = WorkerRegistry(num_workers, lambda worker: f"which reads lanes {list_first(lanes[worker], 8)}")
 
     def begin(worker: int) -> None:
         forward_to_rank(rank, each_second=lambda: registry.note(worker))
@@ -97,9 +122,9 @@ class _Worker(IterableDataset[object]):
                     self._ahead.wait(info.id)
                     item.append(next(sequences))
                     self._ahead.add(item[-1][2])
-                yield bundle(item), None
+                yield _bundle(item), None
         except HfdistError as error:
-            yield bundle(item) if item else None, error
+            yield _bundle(item) if item else None, error
 
 
 def _item_sizes(most: int) -> Iterator[int]:
@@ -113,10 +138,34 @@ def _unpack(item: _Item) -> Iterator[Packed]:
     """Give what a worker sent; raises its error where the worker met it."""
     sent, error = item
     if sent is not None:
-        yield from unbundle(sent)
+        yield from _unbundle(sent)
     if error is not None:
         raise error
 
 
-def _shown(lanes: Sequence[int]) -> str:
-    return ", ".join([*map(str, lanes[:_SHOWN_LANES]), *(["..."] if len(lanes) > _SHOWN_LANES else [])])
+def _bundle(item: Sequence[Packed]) -> _Bundle:
+    """Copy the tokens and the records of sequences, one or more."""
+    sequences = [packed[2] for packed in item]
+    return _Bundle(
+        [(lane, pool) for lane, pool, _ in item],
+        join_tokens(Pieces.of(sequences).parts),
+        join([one.records for one in sequences]),
+        [len(one.records) for one in sequences],
+        list(map(_rest, sequences)),
+    )
+
+
+def _rest(one: PackedSequence) -> _Rest:
+    return one.lengths, one.blanks, tuple(one.next_place), one.num_tokens, one.num_documents, one.problems, one.images
+
+
+def _unbundle(given: _Bundle) -> Iterator[Packed]:
+    """Give the sequences of a bundle."""
+    token, record = 0, 0
+    for (lane, pool), num_records, rest in zip(given.turns, given.num_records, given.rests, strict=True):
+        lengths, blanks, place, num_tokens, num_documents, problems, images = rest
+        stop, last = token + sum(lengths), record + num_records
+        parts, records = [given.tokens[token:stop]], given.records[record:last]
+        own = parts, lengths, blanks, Place._make(place), num_tokens, num_documents, records
+        yield lane, pool, PackedSequence(*own, problems, images)
+        token, record = stop, last

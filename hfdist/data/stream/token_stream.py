@@ -383,7 +383,7 @@ class TokenStream(IterableDataset[dict[str, torch.Tensor]]):
         first = self._turn + worker
         return [self.lanes[turn % len(self.lanes)] for turn in range(first, first + len(self.lanes), num_workers)]
 
-    def packed(self, worker: int, num_workers: int) -> Iterator[Packed]:
+    def packed(self, worker: int, num_workers: int) -> Generator[Packed]:
         """Give sequences worker, worker + num_workers, ... from here on; num_workers divides the lanes of this rank."""
         states = self._states_of_worker(worker, num_workers)
         lanes = open_lanes(self.plan, self._open_documents(), {lane: state.pools for lane, state in states.items()})

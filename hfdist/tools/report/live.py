@@ -152,7 +152,7 @@ class Server(ThreadingHTTPServer):
     def handle_error(self, request: object, client_address: object) -> None:
         """Write other errors than that of a browser that has gone, in one line."""
         error = sys.exception()
-        if not isinstance(error, OSError):
+        if error is not None and not isinstance(error, OSError):
             sys.stderr.write(f"warning: the page cannot be sent: {named_line(error)}\n")
 
 

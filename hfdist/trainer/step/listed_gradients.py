@@ -1,8 +1,8 @@
-"""Gradients of listed parameters: dropped without a walk through all modules, or set to zeros where there are none."""
+"""`model.zero_grad()` from a list of parameters: once a step torch would walk all modules for them."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 
@@ -22,13 +22,6 @@ def zeroing_from_list(model: nn.Module, parameters: Sequence[torch.Tensor]) -> I
         yield
     finally:
         del model.zero_grad
-
-
-def fill_with_zeros(parameters: Iterable[torch.Tensor]) -> None:
-    """Give each parameter without a gradient one of zeros."""
-    for parameter in parameters:
-        if parameter.grad is None:
-            parameter.grad = torch.zeros_like(parameter)
 
 
 class _ZeroGrad:

@@ -128,13 +128,7 @@ def without_targets(batch: object, label_names: Collection[str]) -> object:
 
 
 def fill_up_step(samples: list[Batch], num_microbatches: int, label_names: Collection[str] | None) -> list[Batch]:
-    """Fill up the last step of a loader without a length, which ended within the step.
-
-    Args:
-        samples: micro batches of the step, as many as there were.
-        num_microbatches: of a step.
-        label_names: labels that what fills up loses; None: the loss is no sum over targets, and batches come again.
-    """
+    """Fill up the last step of a loader without a length, if it ended within; `label_names` is as in `Dealing`."""
     if not 0 < len(samples) < num_microbatches:
         return samples
     fill = samples if label_names is None else [cast(Batch, without_targets(samples[0], label_names))]
