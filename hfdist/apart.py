@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from typing import NoReturn
 
 import hfdist.errors
-from hfdist.errors import ConfigError, HfdistError, first_line
+from hfdist.errors import ConfigError, HfdistError, first_line, named_line
 from hfdist.failures import signal_name
 from hfdist.secrets import mask_secrets
 
@@ -128,7 +128,7 @@ def _be_child(do: Callable[[], object], writer: int, limits: Limits) -> NoReturn
     except OSError as error:
         answer = {"kind": "OSError", "number": str(error.errno or 0), "what": error.strerror or first_line(error)}
     except BaseException as error:  # a library's own, as of Rust's panics, too
-        answer = {"kind": "Exception", "what": mask_secrets(f"{type(error).__name__}: {first_line(error)}")[:500]}
+        answer = {"kind": "Exception", "what": mask_secrets(named_line(error))[:500]}
     finally:
         with suppress(BaseException):
             os.write(writer, json.dumps(answer).encode())

@@ -1,4 +1,4 @@
-"""What ranks tell each other: small JSON values and failures, never pickle; and on which device tensors travel.
+"""What ranks tell each other: small JSON values and failures, never pickle.
 
 Every local action runs through `on_all_ranks`, so that a rank that fails takes the others along at once instead of
 leaving them in a collective that it never joins. What runs beside the training speaks in a `ControlGroup`.
@@ -87,6 +87,11 @@ def _read(texts: Sequence[bytes]) -> list[Any]:
     # Thousands of ranks say the same most of the time, and reading takes longer than comparing.
     read = {text: json.loads(text) for text in set(texts)}
     return [read[text] for text in texts]
+
+
+def first_problem(problem: str | None, group: Group = None) -> str | None:
+    """Give the problem of the first rank that has one, on all ranks alike; None: none has. A collective over them."""
+    return next((found for found in gather_json(problem, group) if found is not None), None)
 
 
 def swap_texts(texts: Sequence[bytes], group: dist.ProcessGroup) -> list[bytes]:

@@ -171,3 +171,9 @@ def nearest(word: str, known: Iterable[str], template: str = "{}", *, cutoff: fl
 def first_line(error: BaseException) -> str:
     """Give the first line of what an error says, or its kind."""
     return next(iter(str(error).strip().splitlines()), type(error).__name__)
+
+
+def named_line(error: BaseException) -> str:
+    """Give the kind of an error, and the first line of what it says if it says anything."""
+    kind, line = type(error).__name__, first_line(error)
+    return kind if line == kind else f"{kind}: {line}"

@@ -6,7 +6,7 @@ from collections.abc import Collection
 from importlib.metadata import entry_points
 from typing import Any
 
-from hfdist.errors import ConfigError, nearest
+from hfdist.errors import ConfigError, named_line, nearest
 
 
 def load_plugin(
@@ -40,7 +40,7 @@ def load_plugin(
     try:
         plugin = entry.load()
     except Exception as error:  # whatever a package raises when it is imported
-        what = f"the {kind} cannot be imported: {type(error).__name__}: {error}"
+        what = f"the {kind} cannot be imported: {named_line(error)}"
         raise ConfigError(what, where=where, found=f"{entry.name} = {entry.value}") from error
     if not callable(plugin):
         what, words = f"the {kind} is no function", f"{entry.name} = {entry.value}, a {type(plugin).__name__}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 SECONDS_PER_HOUR = 3600
 _KWH = ((1e3, "MWh"), (1.0, "kWh"), (1e-3, "Wh"), (1e-6, "mWh"))
@@ -94,6 +94,13 @@ def size(num_bytes: float) -> str:
 def share(value: float) -> str:
     """Give a share from 0 to 1 in percent."""
     return f"{100 * value:,.{0 if value >= 0.1 or value == 0 else 1}f} %"
+
+
+def list_first(names: Iterable[object], most: int = 5) -> str:
+    """List the first few, and say how many more there are; an empty text for none."""
+    listed = list(map(str, names))
+    more = f", and {len(listed) - most:,} more" if len(listed) > most else ""
+    return ", ".join(listed[:most]) + more
 
 
 def count(number_of: int, word: str) -> str:

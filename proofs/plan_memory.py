@@ -29,9 +29,9 @@ from hfdist.config.composition.compose import compose_config
 from hfdist.config.run import RunConfig
 from hfdist.models import document_attention  # noqa: F401  # a measured architecture names it, and is traced in another process
 from hfdist.planning.tracing.as_trainer import SHORT_DOCUMENT
-from hfdist.planning.tracing.memory import worst_rank
 from hfdist.run import prepare_run
 from hfdist.testing import run_ranks
+from tests.worst_rank import worst_rank
 
 logger = logging.getLogger(__name__)
 

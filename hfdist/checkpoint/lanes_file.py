@@ -13,7 +13,7 @@ from safetensors.numpy import save
 from hfdist.checkpoint.manifest import DamagedError, Manifest, inside, read_manifest
 from hfdist.checkpoint.safetensors_io import read_header_length
 from hfdist.checkpoint.save_plan import TRAINING_STATE
-from hfdist.errors import CheckpointError
+from hfdist.errors import CheckpointError, named_line
 
 LANES_FILE = f"{TRAINING_STATE}/lanes.safetensors"
 
@@ -65,4 +65,4 @@ def read_lanes(path: Path, manifest: Manifest | None = None) -> dict[str, NDArra
             return {name: columns.get_tensor(name) for name in names}
     except (SafetensorError, ValueError, TypeError) as error:
         what = "the places of the lanes are damaged"
-        raise DamagedError("lanes", what, where=file, found=f"{type(error).__name__}: {error}") from error
+        raise DamagedError("lanes", what, where=file, found=named_line(error)) from error

@@ -14,13 +14,14 @@ from hfdist.checkpoint.holders import gather_specs
 from hfdist.checkpoint.hub_pieces import hub_pieces
 from hfdist.checkpoint.manifest import read_manifest
 from hfdist.checkpoint.piece import MASTER, OPTIONAL, WEIGHT, Piece, is_number
-from hfdist.checkpoint.regions import Region, list_first
+from hfdist.checkpoint.regions import Region
 from hfdist.checkpoint.safetensors_io import DTYPE_NAMES, DTYPES, Entry, TensorId, TensorSpec
 from hfdist.checkpoint.save_plan import declare
 from hfdist.checkpoint.saved import Saved, open_saved
 from hfdist.collectives import on_all_ranks, on_rank_zero
 from hfdist.errors import CheckpointError
 from hfdist.models.names.hub_names import HubNames
+from hfdist.units import list_first
 
 logger = logging.getLogger(__name__)
 

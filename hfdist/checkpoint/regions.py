@@ -18,6 +18,7 @@ from typing import Any, NamedTuple, TypeVar
 from hfdist.checkpoint.piece import is_number
 from hfdist.checkpoint.safetensors_io import TensorId, TensorSpec
 from hfdist.errors import CheckpointError
+from hfdist.units import list_first
 
 CHUNK_BYTES = 64 * 2**20
 """What several ranks hold is written in runs of at most this size, where a row is no more."""
@@ -25,8 +26,6 @@ CHUNK_BYTES = 64 * 2**20
 _PAGE_BYTES = 4096
 """Ranks that share a run cut it at whole pages, so far as rows allow."""
 
-_SHOWN = 5
-"""How many names an error lists."""
 
 _T = TypeVar("_T")
 
@@ -228,12 +227,6 @@ def balance_by_bytes(items: Iterable[tuple[_T, int, Sequence[int]]], world_size:
         shares[least].append(item)
         load[least] += num_bytes
     return shares
-
-
-def list_first(names: Sequence[str]) -> str:
-    """List the first few names."""
-    more = f", and {len(names) - _SHOWN} more" if len(names) > _SHOWN else ""
-    return ", ".join(names[:_SHOWN]) + more
 
 
 def _runs(spec: TensorSpec, held: Sequence[tuple[int, Region]]) -> Iterator[Segment]:

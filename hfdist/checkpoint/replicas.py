@@ -37,12 +37,12 @@ from hfdist.checkpoint.manifest import (
 from hfdist.checkpoint.memories import Memories, Transfer, gather_sets, move_parts
 from hfdist.checkpoint.random_state import RANDOM_STEM, random_file
 from hfdist.checkpoint.read import ByteRange
-from hfdist.checkpoint.regions import balance_by_bytes, list_first
+from hfdist.checkpoint.regions import balance_by_bytes
 from hfdist.checkpoint.write import Contents, write_folder
 from hfdist.collectives import gather_json, on_all_ranks, on_rank_zero, rank
 from hfdist.control_group import ControlGroup, control_group
 from hfdist.errors import CheckpointError, ConfigError, HfdistError, ResourceError
-from hfdist.units import size
+from hfdist.units import list_first, size
 
 logger = logging.getLogger(__name__)
 

@@ -15,7 +15,7 @@ from safetensors import SafetensorError, safe_open
 
 from hfdist.checkpoint.manifest import DamagedError
 from hfdist.checkpoint.piece import view_rows
-from hfdist.errors import CheckpointError
+from hfdist.errors import CheckpointError, named_line
 
 DTYPES = {
     "I64": torch.int64,
@@ -161,7 +161,7 @@ def read_header(path: Path) -> dict[str, Entry]:
             for name, fields in description.items()
         }
     except (SafetensorError, KeyError, ValueError) as error:
-        found = f"{type(error).__name__}: {error}"
+        found = named_line(error)
         raise DamagedError("safetensors", "not a whole safetensors file", where=path, found=found) from error
 
 

@@ -9,9 +9,9 @@ from hfdist.checkpoint import safetensors_io
 from hfdist.checkpoint.lanes_file import read_lanes
 from hfdist.checkpoint.manifest import FORMATS, DamagedError, FormatError, Manifest, inside, read_json, read_manifest
 from hfdist.checkpoint.piece import NUMBER, STEP, WEIGHT
-from hfdist.checkpoint.regions import list_first
 from hfdist.checkpoint.safetensors_io import DTYPE_NAMES, DTYPES, Entry, TensorId
 from hfdist.checkpoint.save_plan import ADAPTER_STEM, INDEX_FILE, MODEL_STEM, OPTIMIZER_STEM, STATE_FILE
+from hfdist.units import list_first
 from hfdist.whole_numbers import whole_number
 
 

@@ -11,9 +11,9 @@ import torch
 import torch.distributed as dist
 
 from hfdist.checkpoint.piece import Piece
-from hfdist.checkpoint.regions import list_first
 from hfdist.collectives import device_of, is_planned, on_all_ranks, world_size
 from hfdist.errors import CheckpointError
+from hfdist.units import list_first
 
 
 def check_holds_whole(

@@ -108,6 +108,8 @@ class InferenceServer(Enum):
     sglang = "sglang"
 
 
+ANSWER_LIMIT, MOST_SERVERS = 86_400.0, 64
+"""Most seconds of `task.answer_seconds`, and most servers of a run."""
 NO_SERVER = "task.server=null task.server_addresses=[] task.server_key_variable=null"
 """Overrides of a run without servers."""
 
@@ -584,7 +586,7 @@ class TaskConfig:
     """generators: steps by which the policy that gave an answer may be older than the one that it trains."""
     sync_every: int = limited(1, at_least=1)
     """generators: steps between the policies that they get; <= max_staleness + 1."""
-    answer_seconds: float = limited(600.0, above=0)
+    answer_seconds: float = limited(600.0, above=0, at_most=ANSWER_LIMIT)
     """generators: time after which a prompt goes to another one, too."""
     generators_port: int | None = limited(None, at_least=1, at_most=65535)
     """grpo, rloo, ppo: where `hfdist generate` of other machines may join; null: nobody may."""
@@ -594,7 +596,7 @@ class TaskConfig:
     server: InferenceServer | None = None
     """grpo, rloo, ppo: vllm | sglang: what answers prompts in place of generators; null: no server."""
     server_addresses: list[str] = field(default_factory=list)
-    """server: where they run: [http://HOST:8000]; they read the weights of each version from the run's folder."""
+    """server: where they run: [http://HOST:8000], 64 at most; they read each version from the run's folder."""
     server_key_variable: str | None = None
     """server: variable of the environment with the API key, such as VLLM_API_KEY; null: the servers ask for none."""
 

@@ -18,8 +18,9 @@ from hfdist.data.documents.held_out import (
     open_held_out_sources,
 )
 from hfdist.data.order.cursor import Cursor
+from hfdist.data.stream.figures import PoolReport, count_steps, count_trained, describe_losses, report
 from hfdist.data.stream.ledger import Ledger
-from hfdist.data.stream.token_stream import PoolReport, TokenStream, count_steps, count_trained, describe_losses, report
+from hfdist.data.stream.token_stream import TokenStream
 
 __all__ = [
     "Corpus",

@@ -49,6 +49,7 @@ from hfdist.data.tokenization.encoders import Encoders
 from hfdist.data.tokenization.text_encoder import text_digest, token_dtype, tokenizer_digest
 from hfdist.errors import ConfigError, DataError, ResourceError
 from hfdist.failures import is_full_disk
+from hfdist.units import list_first
 
 logger = logging.getLogger(__name__)
 
@@ -133,7 +134,7 @@ def report_tokenized(made: Meta, folder: Path, *, vocab_size: int | None) -> Non
         for origin, row in map(file.origin, file.bad_rows):
             bad_rows.setdefault(f"{origin.source}:{origin.shard}", []).append(row)
     for name, rows in bad_rows.items():
-        shown = ", ".join(map(str, rows[:_SHOWN_ROWS])) + (", ..." if len(rows) > _SHOWN_ROWS else "")
+        shown = list_first(rows, _SHOWN_ROWS)
         logger.warning("%s: %d unreadable, now empty documents: rows %s", name, len(rows), shown)
     overrides = ["data=tokens", f"data.sources.tokens.path={folder}", f"model.tokenizer.name={folder / TOKENIZER}"]
     if vocab_size is not None:

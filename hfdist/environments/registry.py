@@ -16,7 +16,7 @@ from hfdist.environments.guess import Guess
 from hfdist.environments.openenv import OpenEnv
 from hfdist.environments.reasoning_gym import ReasoningGym
 from hfdist.environments.tools import Schema, describe_tools
-from hfdist.errors import ConfigError, first_line
+from hfdist.errors import ConfigError, named_line
 from hfdist.plugins import load_plugin
 from hfdist.rewards.code import code
 from hfdist.rewards.generation import Generation
@@ -85,7 +85,7 @@ def _try(factory: Factory, name: str) -> tuple[Schema, ...]:
     try:
         made: object = factory()
     except Exception as error:  # whatever a package raises
-        what = f"the environment cannot be made: {type(error).__name__}: {error}"
+        what = f"the environment cannot be made: {named_line(error)}"
         raise ConfigError(what, where=_WHERE, found=name, allowed=_EXPECTED) from error
     if not isinstance(made, Environment):
         what, found = "what the package offers is no environment", f"{name}, a {type(made).__name__}"
@@ -93,7 +93,7 @@ def _try(factory: Factory, name: str) -> tuple[Schema, ...]:
     try:
         tools = list(made.tools())
     except Exception as error:  # whatever a package raises
-        what = f"the environment gives no list of tools: {type(error).__name__}: {first_line(error)}"
+        what = f"the environment gives no list of tools: {named_line(error)}"
         raise ConfigError(what, where=_WHERE, found=name, allowed="a list of functions, or ()") from error
     return tuple(describe_tools(tools, where=_WHERE, found=name))
 
@@ -111,7 +111,7 @@ def check_environment(task: TaskConfig) -> None:
         try:
             OpenEnv(task.environment_url, task.environment_seconds).knock()
         except Exception as error:  # of sockets, TLS and HTTP
-            what = f"the server of the environment does not answer: {type(error).__name__}: {first_line(error)}"
+            what = f"the server of the environment does not answer: {named_line(error)}"
             allowed = "the address of a server of OpenEnv that runs"
             raise ConfigError(
                 what, where="task.environment_url", found=task.environment_url, allowed=allowed,

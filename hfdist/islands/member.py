@@ -16,7 +16,7 @@ from typing import Any
 
 from hfdist.collectives import gather_json, rank
 from hfdist.config.islands import IslandsConfig
-from hfdist.errors import ConfigError, PeerError
+from hfdist.errors import ConfigError, PeerError, named_line
 from hfdist.islands.membership import BEAT_SECONDS
 from hfdist.islands.rendezvous import Arrival
 from hfdist.messages.door import SECRET, hear_answer, knock, prove
@@ -185,7 +185,7 @@ class Member:
             Participants.from_json(told)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             what, hint = "the server speaks another version of hfdist", "the same version on all machines"
-            found = f"{type(error).__name__}: {error}"
+            found = named_line(error)
             raise PeerError(what, where="islands.address", found=found, hint=hint) from error
         return told
 

@@ -15,7 +15,7 @@ from collections import Counter
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from hfdist.errors import first_line
+from hfdist.errors import named_line
 from hfdist.islands.membership import Island
 from hfdist.islands.parameter_shard import ParameterShard, optimizer_of
 from hfdist.islands.shard_link import ShardLink
@@ -321,7 +321,7 @@ class ParameterServer:
             except Exception as error:
                 # Such as memory that is not there: else islands would wait for weights that never come.
                 for island in list(self._islands.values()):
-                    self._end(island, f"the server has failed: {type(error).__name__}: {first_line(error)}")
+                    self._end(island, f"the server has failed: {named_line(error)}")
 
         task = self._loop.create_task(run())
         self._tasks.add(task)

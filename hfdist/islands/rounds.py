@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import torch
 
 from hfdist.checkpoint.piece import Piece
-from hfdist.collectives import gather_json, on_all_ranks, on_rank_zero, rank
+from hfdist.collectives import first_problem, gather_json, on_all_ranks, on_rank_zero, rank
 from hfdist.config.islands import IslandsConfig
 from hfdist.data.cache import digest_of
 from hfdist.errors import NumericsError, PeerError
@@ -291,11 +291,11 @@ class Rounds:
             logger.debug("rendezvous %d is aborted", number)
         except NotAMessageError as error:
             problem = f"its state is {error}"
-        problems = [found for found in gather_json(problem) if found is not None]
-        if problems:
-            exchange.bad = {source: problems[0]} if problems[0] != "aborted" else exchange.bad
-            if rank() == 0 and problems[0] != "aborted":
-                logger.warning("the state of island %d is not taken: %s", source, problems[0])
+        problem = first_problem(problem)
+        if problem is not None:
+            exchange.bad = {source: problem} if problem != "aborted" else exchange.bad
+            if rank() == 0 and problem != "aborted":
+                logger.warning("the state of island %d is not taken: %s", source, problem)
                 self._member.tell_done(number, is_ok=False)
             return None
         take_state(pieces, contents)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import copy
 import re
 import warnings
-from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -26,6 +25,7 @@ from hfdist.models.embeddings import classifies_tokens, has_no_head, input_embed
 from hfdist.models.hub_client import reading_from_hub
 from hfdist.models.partitioning import Partitioning
 from hfdist.models.peft_config import PLAIN_LORA, WEIGHTS, check_peft_config, make_peft_config, refusal
+from hfdist.units import list_first
 
 if TYPE_CHECKING:
     from peft import PeftConfig, PeftModel
@@ -210,7 +210,8 @@ def _load(model: PreTrainedModel, path: str) -> None:
     trained = {name for name, p in model.named_parameters(remove_duplicate=False) if p.requires_grad}
     missing = [name for name in found.missing_keys if name in trained]
     if missing or found.unexpected_keys:
-        words = f"{path}: {_some(missing)} missing, {_some(found.unexpected_keys)} unknown"
+        several = (list_first(names, 3) or "nothing" for names in (missing, found.unexpected_keys))
+        words = "{}: {} missing, {} unknown".format(path, *several)
         raise ConfigError("the saved adapter is not of this model", where="adapter.path", found=words)
 
 
@@ -266,8 +267,3 @@ def _check_not_shared(model: PreTrainedModel, where: str) -> None:
         if parameter.requires_grad and first != block and not is_tied_copy:
             what = "the adapter's layers share weights, which could not be on several ranks"
             raise ConfigError(what, where=where, found=f"{name} is also a weight of {first}")
-
-
-def _some(names: Iterable[str]) -> str:
-    listed = list(names)
-    return ", ".join(listed[:3]) + (f" and {len(listed) - 3} more" if len(listed) > 3 else "") or "nothing"

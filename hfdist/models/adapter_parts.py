@@ -16,6 +16,7 @@ from transformers.pytorch_utils import Conv1D
 
 from hfdist.config.model import AdapterPart
 from hfdist.errors import ConfigError
+from hfdist.models.experts import mixture_of
 from hfdist.models.partitioning import whole_shape
 
 _KEY = "adapter.target_parts"
@@ -125,7 +126,7 @@ class _Parts:
         # Of a layer with an adapter, which has one name more, the layer within comes last and stays.
         self._classes = {name.replace(_WRAPPED, ""): type(module).__name__ for name, module in model.named_modules()}
         experts = [name for name in self._classes if self._is_experts(name)]
-        self._mixtures = {name.partition(".experts")[0] if ".experts" in name else name for name in experts}
+        self._mixtures = set(map(mixture_of, experts))
 
     def of(self, name: str) -> AdapterPart:
         names = name.split(".")

@@ -27,7 +27,7 @@ from hfdist.models.document_attention import BY_DOCUMENTS, HAS_KERNEL, HEAD_MULT
 from hfdist.models.embeddings import scores_sequences
 from hfdist.models.experts import first_number
 from hfdist.models.probing import make_of_config
-from hfdist.models.shrink import shrink
+from hfdist.models.shrink import shrink_to_try
 
 BOUND = 1e-5
 """Largest difference in float32, relative to the largest element; documents that see each other make 1e-2 and more."""
@@ -117,11 +117,7 @@ def find_by_documents(architecture: PreTrainedConfig, *, head: Head = Head.token
     """
     with torch.random.fork_rng(devices=[]):
         try:
-            small = shrink(architecture)
-            text = small.get_text_config()
-            if getattr(text, "output_router_logits", False):
-                # A loss over routers depends on the batch.
-                text.output_router_logits = False
+            small = shrink_to_try(architecture)
             # As transformers itself chooses.
             masked = _make(small, None, head)
             name = BY_DOCUMENTS.get(str(masked.config.get_text_config(decoder=True)._attn_implementation))

@@ -5,6 +5,8 @@ Their texts cannot be packed: each is read in a row of its own (models/texts_apa
 
 from __future__ import annotations
 
+from weakref import WeakKeyDictionary
+
 import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -22,6 +24,8 @@ _LENGTHS = (11, 23, 4, 17)
 """Tokens of the texts that are tried: shorter and longer than the window of a small model."""
 _FIRST_ID = 5
 """Of the tokens that are tried: those before it may be special ones."""
+_READ_AHEAD: WeakKeyDictionary[PreTrainedModel, bool] = WeakKeyDictionary()
+"""Models without a head that were asked: a start asks more than once, and each time makes a small model."""
 
 
 @torch.no_grad()
@@ -44,11 +48,13 @@ def takes_texts_apart(model: PreTrainedModel, head: Head) -> bool:
     """
     if head is not Head.none:
         return head.is_padded
-    with torch.random.fork_rng(devices=[]):
-        try:
-            return reads_ahead(small_model(model))
-        except Exception:  # whatever a model raises that cannot be made small, or reads no text
-            return False
+    if model not in _READ_AHEAD:
+        with torch.random.fork_rng(devices=[]):
+            try:
+                _READ_AHEAD[model] = reads_ahead(small_model(model))
+            except Exception:  # whatever a model raises that cannot be made small, or reads no text
+                _READ_AHEAD[model] = False
+    return _READ_AHEAD[model]
 
 
 @unset_fake_temporarily()

@@ -1,4 +1,4 @@
-"""How many experts a block of a mixture has, and how many a token meets, by the fields of a config."""
+"""Experts of a mixture: how many a block has and a token meets, by a config; and their parameters, by their names."""
 
 from __future__ import annotations
 
@@ -12,6 +12,16 @@ _ALL = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts
 """Fields of configs that count the experts of a block."""
 _CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_topk", "moe_top_k", "top_k")
 """Fields of configs that count the experts of a token."""
+
+
+def is_of_experts(name: str) -> bool:
+    """Whether a parameter is of routed experts, by its name, as classes of transformers have it."""
+    return ".experts." in name
+
+
+def mixture_of(name: str) -> str:
+    """Give the name of the mixture that holds experts, by the name of what is in them."""
+    return name.partition(".experts")[0]
 
 
 def num_experts(config: PreTrainedConfig) -> int:
@@ -44,7 +54,7 @@ def num_active(
     """
     every, chosen = num_experts(config), num_chosen_experts(config)
     share = chosen / every if every and chosen else 1.0
-    return sum(numel(parameter) * (share if ".experts." in name else 1) for name, parameter in parameters)
+    return sum(numel(parameter) * (share if is_of_experts(name) else 1) for name, parameter in parameters)
 
 
 def first_number(config: PreTrainedConfig, names: Iterable[str]) -> int:

@@ -21,7 +21,7 @@ from transformers.models.auto.modeling_auto import (
 )
 
 from hfdist.errors import first_line
-from hfdist.models.shrink import shrink
+from hfdist.models.shrink import shrink_to_try
 
 logger = logging.getLogger(__name__)
 
@@ -143,12 +143,7 @@ def make_small(architecture: PreTrainedConfig) -> PreTrainedModel:
 
     Its weights are random, and none is zero. It raises whatever a type raises that has none.
     """
-    config = shrink(architecture, vocab_size=architecture.get_text_config().vocab_size)
-    config._attn_implementation = "eager"
-    text = config.get_text_config()
-    if getattr(text, "output_router_logits", False):
-        # A loss over routers depends on the batch.
-        text.output_router_logits = False
+    config = shrink_to_try(architecture, keeps_tokens=True)
     # By its constructor: `from_config` would partition it under ZeRO-3.
     made: Any = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)]
     with torch.random.fork_rng(devices=[]), torch.no_grad():

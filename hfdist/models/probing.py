@@ -15,7 +15,7 @@ from hfdist.models.cache_use import without_cache
 from hfdist.models.embeddings import has_token_loss, scores_sequences
 from hfdist.models.heads import head_class
 from hfdist.models.image_text import image_example, read_images, reads_images
-from hfdist.models.shrink import shrink
+from hfdist.models.shrink import shrink_to_try
 
 
 def make_of_config(config: PreTrainedConfig, head: Head) -> PreTrainedModel:
@@ -42,17 +42,8 @@ def make_of_config(config: PreTrainedConfig, head: Head) -> PreTrainedModel:
 def small_model(model: PreTrainedModel) -> PreTrainedModel:
     """Make a small model of the same class, whole and on the CPU."""
     example = image_example(model)
-    if example is None:
-        config = shrink(model.config)
-    else:
-        # Its tokens keep their numbers.
-        config = shrink(model.config, vocab_size=model.config.get_text_config().vocab_size)
-    # Made on a CPU, where no other implementation needs to be at hand.
-    config._attn_implementation = "eager"
-    text = config.get_text_config()
-    if getattr(text, "output_router_logits", False):
-        # A loss over routers depends on the batch.
-        text.output_router_logits = False
+    # The tokens of an example keep their numbers.
+    config = shrink_to_try(model.config, keeps_tokens=example is not None)
     # By its constructor: `from_config` would partition it under ZeRO-3.
     small = type(model)(copy.deepcopy(config)).float().eval()
     if example is not None:

@@ -94,6 +94,20 @@ def shrink(config: PreTrainedConfig, *, num_blocks: int | None = None, vocab_siz
     return small
 
 
+def shrink_to_try(config: PreTrainedConfig, *, keeps_tokens: bool = False) -> PreTrainedConfig:
+    """Give a small config whose model can be tried on a CPU, where no other attention needs to be at hand.
+
+    With `keeps_tokens` it knows all tokens. ConfigError: as of `shrink`.
+    """
+    small = shrink(config, vocab_size=config.get_text_config().vocab_size) if keeps_tokens else shrink(config)
+    small._attn_implementation = "eager"
+    text = small.get_text_config()
+    if getattr(text, "output_router_logits", False):
+        # A loss over routers depends on the batch.
+        text.output_router_logits = False
+    return small
+
+
 def special_token_ids(config: PreTrainedConfig) -> set[int]:
     """Give the ids that mean something else than text anywhere in `config`: ends, padding, places of images."""
     found: set[int] = set()

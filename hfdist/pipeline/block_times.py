@@ -23,7 +23,7 @@ from transformers import PreTrainedModel
 
 from hfdist.collectives import gather_json
 from hfdist.config.train import Precision
-from hfdist.errors import ConfigError
+from hfdist.errors import ConfigError, named_line
 from hfdist.models.embeddings import input_embeddings
 from hfdist.pipeline.costs import costs_by_parameters, count_of_images
 from hfdist.pipeline.split_backward import backward_inputs
@@ -102,7 +102,7 @@ def time_blocks(
         raise ConfigError(
             "the model's blocks cannot be timed one by one: they need what other blocks have left",
             where="strategy.schedule" if halves else "strategy.balance",
-            found=f"{'auto' if halves else 'measured'}, {type(error).__name__}: {error}",
+            found=f"{'auto' if halves else 'measured'}, {named_line(error)}",
             allowed="any other" if halves else "flops, parameters",
             hint="strategy.schedule=1f1b" if halves else "strategy.balance=flops",
         ) from error

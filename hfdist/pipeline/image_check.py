@@ -15,6 +15,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from hfdist.errors import PartitionError, first_line
 from hfdist.models.cache_use import without_cache
+from hfdist.models.differences import largest_difference
 from hfdist.models.image_text import ImageBatch, make_small, read_images
 from hfdist.pipeline.image_features import keep_features
 from hfdist.pipeline.split import run_in_turn, stages_of_one_block
@@ -22,8 +23,6 @@ from hfdist.pipeline.stage_io import CARRIES, Carry
 
 _BOUND = 1e-4
 """Largest relative difference of the loss and of a gradient."""
-_NOTHING = 1e-3
-"""A gradient whose norm is below this share of the largest may be nothing but rounding, as that of a key's bias."""
 
 _Batch = Mapping[str, torch.Tensor]
 _Gradients = dict[str, torch.Tensor]
@@ -77,25 +76,24 @@ def _candidates(small: PreTrainedModel, batch: _Batch) -> Iterator[ImageBatch]:
     yield ImageBatch(batch, frozenset(names))
 
 
-def _try(small: PreTrainedModel, batch: _Batch, whole: tuple[float, _Gradients], carry: Carry) -> str | None:
+def _try(small: PreTrainedModel, batch: _Batch, whole: tuple[torch.Tensor, _Gradients], carry: Carry) -> str | None:
     """Say why stages do not train as the whole model, whose loss and gradients are given; None: they do."""
     try:
         stages = stages_of_one_block(small, carry)
         loss, gradients = _run(small, run_in_turn(stages, lambda model: model(**batch)).loss)
     except Exception as error:  # whatever a model raises whose blocks need more
         return first_line(error)
-    if not abs(loss - whole[0]) <= _BOUND * abs(whole[0]):
-        return f"the loss is {loss:.6g} and not {whole[0]:.6g}"
-    least = _NOTHING * max(float(gradient.norm()) for gradient in whole[1].values())
-    for name, wanted in whole[1].items():
-        if name not in gradients or not (gradients[name] - wanted).norm() <= _BOUND * max(float(wanted.norm()), least):
-            return f"the gradient of {name} is another"
-    return None
+    without = next((name for name in whole[1] if name not in gradients), None)
+    if without is not None:
+        return f"{without} has no gradient"
+    difference = largest_difference(whole[0], loss, whole[1].values(), [gradients[name] for name in whole[1]])
+    # Also where it is no number.
+    return None if difference <= _BOUND else f"the loss, or a gradient, differs by {difference:.0e}"
 
 
-def _run(model: PreTrainedModel, loss: torch.Tensor) -> tuple[float, _Gradients]:
+def _run(model: PreTrainedModel, loss: torch.Tensor) -> tuple[torch.Tensor, _Gradients]:
     """Give the loss, and the gradients of its backward."""
     loss.backward()
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     model.zero_grad(set_to_none=True)
-    return float(loss.detach()), gradients
+    return loss.detach(), gradients

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
-from hfdist.collectives import device_of, gather_json, is_planned
+from hfdist.collectives import device_of, first_problem, gather_json, is_planned
 from hfdist.errors import PartitionError
 from hfdist.models.embeddings import has_token_loss, input_embeddings
 from hfdist.models.image_text import PROJECTOR, TOWER, image_example, names_of_parts, reads_images
@@ -102,13 +102,13 @@ def _keep_only(
     needed = found.needed | _readers_of_images(split)
     unneeded = {name: p.detach() for name, p in split.surrounding().items() if name not in needed}
     split.remove(unneeded)
-    problem = _first_problem(_difference(found, try_again()))
+    problem = first_problem(_difference(found, try_again()))
     if problem is not None:
         # Then something is read that is never trained, such as a table of positions: hold all that no rank trains.
         trained = set().union(*gather_json(sorted(needed)))
         for name in unneeded.keys() - trained:
             split.restore(name, unneeded[name])
-        problem = _first_problem(_difference(found, try_again()))
+        problem = first_problem(_difference(found, try_again()))
     for name in _share_unused(split, unneeded, group):
         split.restore(name, unneeded[name])
     return problem
@@ -154,11 +154,6 @@ def _difference(before: ProbeResult, after: ProbeResult) -> str | None:
     return None if is_same else "it reads parameters that are not trained"
 
 
-def _first_problem(problem: str | None) -> str | None:
-    """Give the first problem of all ranks. A collective."""
-    return next((found for found in gather_json(problem) if found is not None), None)
-
-
 def _find_carry(
     split: SplitModel, batch: dict[str, torch.Tensor], channel: P2PChannel, group: dist.ProcessGroup
 ) -> tuple[Carry, ProbeResult]:
@@ -167,7 +162,7 @@ def _find_carry(
         if carry.embedding:
             _hold_embedding(split, group)
         finding = probe(split, carry, batch, channel)
-        problem = _first_problem(finding.problem)
+        problem = first_problem(finding.problem)
         if problem is None:
             return carry, finding
         problems.append(problem)

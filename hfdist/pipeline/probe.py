@@ -14,7 +14,7 @@ import torch
 from transformers import PreTrainedModel
 
 from hfdist.collectives import is_planned
-from hfdist.errors import HfdistError, first_line
+from hfdist.errors import HfdistError, named_line
 from hfdist.models.value_head import is_of_value_head
 from hfdist.pipeline.split import SplitModel
 from hfdist.pipeline.stage_io import Activations, Carry, P2PChannel, tensors_of, unpack
@@ -77,7 +77,7 @@ def _try(
     except HfdistError as error:
         return None, ", ".join(str(part) for part in (error.what, error.found) if part)
     except Exception as error:
-        return None, f"{type(error).__name__}: {first_line(error)}"
+        return None, named_line(error)
     return (None if problem else value), problem
 
 

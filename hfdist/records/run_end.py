@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from hfdist.errors import INTERRUPTED, HfdistError, first_line
+from hfdist.errors import INTERRUPTED, HfdistError, named_line
 from hfdist.failures import signal_name
 from hfdist.records.recorder import RunRecorder, close_record
 from hfdist.records.run_file import RunRecord, State, read_run
@@ -104,4 +104,4 @@ def _describe(error: BaseException) -> tuple[int, str | None]:
             return error.code, _error_of(error.code)
         # None, or what Python prints in place of a code.
         return (0, None) if error.code is None else (1, str(error.code))
-    return 1, f"{type(error).__name__}: {first_line(error)}"
+    return 1, named_line(error)

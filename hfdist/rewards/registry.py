@@ -10,7 +10,7 @@ from types import MappingProxyType
 from typing import Any
 
 from hfdist.config.task import REWARD_MODEL
-from hfdist.errors import ConfigError, DataError, HfdistError
+from hfdist.errors import ConfigError, DataError, HfdistError, named_line
 from hfdist.plugins import load_plugin
 from hfdist.rewards.arithmetic import arithmetic
 from hfdist.rewards.code import SANDBOXED
@@ -54,7 +54,7 @@ class Reward:
         except HfdistError:
             raise
         except Exception as error:  # whatever a package raises
-            what = f"the reward fails: {type(error).__name__}: {error}"
+            what = f"the reward fails: {named_line(error)}"
             raise DataError(what, where=f"reward {self.name}") from error
         where, allowed = f"reward {self.name}", f"one finite number for each generation: {len(generations)}"
         if values is None:

@@ -8,6 +8,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
@@ -196,16 +197,10 @@ class Budget(TrainerCallback):
             self._begin_seconds += seconds
         return seconds
 
-    def on_log(
-        self,
-        args: object,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: dict[str, float] | None = None,
-        **kwargs: object,
-    ) -> None:
+    def on_log(self, args: object, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Note how long a save took, on rank 0."""
-        seconds = (logs or {}).get("checkpoint/seconds")
+        logs: dict[str, float] = kwargs.get("logs") or {}
+        seconds = logs.get("checkpoint/seconds")
         if seconds is not None:
             self._pace.saved(seconds)
             self._pace.is_saving = False

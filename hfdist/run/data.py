@@ -10,7 +10,7 @@ from pathlib import Path
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from hfdist.config.checks.optimizer import check_schedule
-from hfdist.config.data import BadRows, Packing, RowFormat, cache_dir
+from hfdist.config.data import BadRows, RowFormat, cache_dir
 from hfdist.config.islands import IslandMethod
 from hfdist.config.run import RunConfig
 from hfdist.data import (
@@ -80,8 +80,6 @@ def build_data(config: RunConfig, topology: Topology, architecture: PreTrainedCo
             config.model, corpus_id=corpus.fingerprint, texts=corpus.training_texts, cache_dir=folder
         )
         images = find_images(config, corpus, architecture, tokenizer)
-        if config.data.packing is Packing.auto:
-            config.data.packing = Packing.best_fit
         adopt_template(tokenizer, config.data.chat)
         adopt_languages(tokenizer, config.data.pairs)
         if config.task.environment is not None and not config.data.chat.tools:
@@ -114,6 +112,8 @@ def build_data(config: RunConfig, topology: Topology, architecture: PreTrainedCo
         global_batch_size=islands.shares * config.train.global_batch_size,
         run=run,
     ).read_images(images)
+    # Before the config is written down: the stream has settled `auto`.
+    config.data.packing = stream.config.packing
     stream.tells_origins = config.task.name.traits.hides_tokens
     stream.may_begin_anew = config.checkpoint.allow_changes
     if topology.is_first_of_replica:

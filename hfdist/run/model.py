@@ -12,9 +12,10 @@ import torch
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from hfdist.config.data import Packing
+from hfdist.config.model import ModelConfig
 from hfdist.config.paths import expand_user
 from hfdist.config.run import RunConfig
-from hfdist.config.task import Head, Pooling, TaskName
+from hfdist.config.task import Head, Pooling, TaskConfig, TaskName
 from hfdist.config.train import Precision
 from hfdist.errors import ConfigError
 from hfdist.models import find_architecture
@@ -59,19 +60,43 @@ def find_model(config: RunConfig) -> FoundModel:
     longest = config.data.longest_side if head is Head.targets else config.data.sequence_length
     architecture = find_architecture(start.model, sequence_length=longest, head=head)
     try_adapter(start.model, architecture, config.adapter, head=head)
-    if head is Head.score:
+    _check_task(config.task, start.model, architecture)
+    is_encoder = _is_encoder(config, architecture)
+    if config.task.name is TaskName.embed and config.task.pooling is Pooling.auto:
+        folder = None if start.model.name is None else Path(expand_user(start.model.name))
+        own = None if folder is None else read_pooling(folder)
+        # Before the config is written down.
+        config.task.pooling = own or (Pooling.mean if is_encoder else Pooling.last)
+    found = replace(config, model=start.model)
+    why_together = None if is_encoder or head.is_padded else choose_attention(found, architecture, device_type_here())
+    return FoundModel(found, architecture, start.fetch_weights, why_together)
+
+
+def _check_task(task: TaskConfig, model: ModelConfig, architecture: PreTrainedConfig) -> None:
+    """Raise a ConfigError where a type of model cannot do what a task asks."""
+    head, has_values = task.name.traits.head, task.name.traits.has_values
+    if head is Head.score or has_values:
         with torch.device("meta"):
-            find_scorer(make_without_values(start.model, architecture, head=head))
+            empty = make_without_values(model, architecture, head=head)
+            if head is Head.score:
+                find_scorer(empty)
+            if has_values:
+                check_value_head(empty)
     if head is Head.tokens:
         check_reads_no_further(architecture)
-    if config.task.name.traits.has_values:
-        with torch.device("meta"):
-            check_value_head(make_without_values(start.model, architecture, head=head))
-    if config.task.reward_model is not None:
-        check_reward_model(config.task.reward_model)
-    is_encoder = False
-    if head in (Head.none, Head.masked) or head.gives_labels:
-        is_encoder = check_reads_texts(architecture, head=head, longest=config.data.sequence_length)
+    if head is Head.targets:
+        check_target_loss(model, architecture)
+    if task.reward_model is not None:
+        check_reward_model(task.reward_model)
+    check_sizes(task, architecture)
+
+
+def _is_encoder(config: RunConfig, architecture: PreTrainedConfig) -> bool:
+    """Whether texts have a row each, as a token sees what comes after it; ConfigError: the model cannot read them."""
+    head = config.task.name.traits.head
+    if not (head in (Head.none, Head.masked) or head.gives_labels):
+        return False
+    is_encoder = check_reads_texts(architecture, head=head, longest=config.data.sequence_length)
     if is_encoder and head is Head.none and config.strategy.pipeline > 1:
         raise ConfigError(
             "texts of an encoder have a row each, of another number in each micro batch, and a pipeline has equal ones",
@@ -80,17 +105,7 @@ def find_model(config: RunConfig) -> FoundModel:
             allowed="1 for embeddings of encoders",
             hint="strategy=fsdp2, zero3 or ddp",
         )
-    if config.task.name is TaskName.embed and config.task.pooling is Pooling.auto:
-        folder = None if start.model.name is None else Path(expand_user(start.model.name))
-        own = None if folder is None else read_pooling(folder)
-        # Before the config is written down.
-        config.task.pooling = own or (Pooling.mean if is_encoder else Pooling.last)
-    check_sizes(config.task, architecture)
-    if head is Head.targets:
-        check_target_loss(start.model, architecture)
-    found = replace(config, model=start.model)
-    why_together = None if is_encoder or head.is_padded else choose_attention(found, architecture, device_type_here())
-    return FoundModel(found, architecture, start.fetch_weights, why_together)
+    return is_encoder
 
 
 def check_packing(model: PreTrainedModel, packing: Packing, strategy: Strategy, head: Head) -> None:

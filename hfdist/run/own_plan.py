@@ -29,7 +29,7 @@ from transformers import PreTrainedConfig
 from hfdist.config.hardware import Hardware
 from hfdist.config.plan import PlanConfig
 from hfdist.config.run import RunConfig
-from hfdist.errors import ConfigError, ResourceError, first_line
+from hfdist.errors import ConfigError, ResourceError, first_line, named_line
 from hfdist.planning.describe import verdict
 from hfdist.planning.machines import Machines, find_machines
 from hfdist.planning.make_plan import make_plan, with_steps
@@ -207,5 +207,5 @@ def _answer(make: Callable[[], PlanAndMachines], connection: Connection) -> None
             warnings.simplefilter("ignore")
             found: PlanAndMachines | str = make()
     except Exception as error:
-        found = f"{type(error).__name__}: {first_line(error)}"
+        found = named_line(error)
     connection.send(found)

@@ -17,7 +17,7 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
-from hfdist.collectives import broadcast, gather_json
+from hfdist.collectives import broadcast, first_problem
 from hfdist.errors import ConfigError
 from hfdist.models.probing import small_with_adapters
 from hfdist.strategies.experts import list_dispatching, make_expert_plan, spread_experts
@@ -177,12 +177,12 @@ def check_plans(model: PreTrainedModel, pairs: DeviceMesh, plans: Plans) -> None
             BatchSharding(token_ranks=data_ranks, data_ranks=data_ranks, data_rank=data_rank),
             torch.device(pairs.device_type),
         )
-    problems = [problem for problem in gather_json(problem) if problem is not None]
-    if problems:
+    problem = first_problem(problem)
+    if problem is not None:
         raise ConfigError(
             f"this type of model does not train over {' and '.join(plans.axes)} ranks as it does on one process",
             where=plans.keys,
-            found=f"{model.config.model_type}, made small: {problems[0]}",
+            found=f"{model.config.model_type}, made small: {problem}",
             hint=f"{' '.join(plans.without)}; strategy=fsdp2 shards any model",
         )
 

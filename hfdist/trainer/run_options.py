@@ -5,22 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 from hfdist.config.composition.python_words import speaking_python
 from hfdist.models.loss import LossHead
 from hfdist.trainer.checkpointing.save_options import SaveOptions
-from hfdist.trainer.engine_trainer import EngineTrainer
 from hfdist.trainer.evaluation.loop import Measure
 from hfdist.trainer.fault_tolerance.skip_counter import Tolerance
 from hfdist.trainer.island.parameter_island import ServerOptimizer
 from hfdist.trainer.step.objective import Objective
-
-if TYPE_CHECKING:
-    # For mypy: the classes after the mixin are Trainers, and end in this one.
-    _Trainer = EngineTrainer
-else:
-    _Trainer = object
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from itertools import chain, cycle, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -29,7 +28,7 @@ from hfdist.models.probing import uses_all_parameters
 from hfdist.models.router_check import check_router_loss
 from hfdist.models.routers import COUNTED, adds_router_loss
 from hfdist.strategies.base import Strategy
-from hfdist.strategies.engine import Batch
+from hfdist.strategies.engine import Batch, Engine
 from hfdist.trainer.accelerator import adapt_accelerator
 from hfdist.trainer.checkpointing.checkpointer import Checkpointer
 from hfdist.trainer.checkpointing.log_history import drop_old
@@ -53,7 +52,7 @@ from hfdist.trainer.step.listed_gradients import zeroing_from_list
 from hfdist.trainer.step.loss import WeightedLoss, num_input_tokens, num_losses
 from hfdist.trainer.step.objective import Objective
 from hfdist.trainer.step.router_loss import RouterLoss
-from hfdist.trainer.step.sharded_dataloader import Dealing, dealing, without_targets
+from hfdist.trainer.step.sharded_dataloader import Dealing, dealing, fill_up_step
 from hfdist.trainer.step.throughput import Throughput
 from hfdist.trainer.training import Training
 from hfdist.trainer.trl_trainers import drop_reference_copy
@@ -64,6 +63,10 @@ if TYPE_CHECKING:
     _Trainer = EngineTrainer
 else:
     _Trainer = object
+
+
+_Step = tuple[list[Batch], torch.Tensor | int | None]
+"""Micro batches of a step, and the number of targets in its global batch; None: the loss is no sum over them."""
 
 
 class DistributedTrainerMixin(_Trainer):
@@ -95,20 +98,7 @@ class DistributedTrainerMixin(_Trainer):
             strategy, kwargs = find_strategy(strategy, kwargs)
         self.strategy: Strategy | None = strategy
         self.options = options or RunOptions()
-        self.training = self._make_training()
-        self.checkpointer = Checkpointer(self.training, self.options)
-        self.islands: IslandCallback | None = None
-        self.weighted_loss = WeightedLoss(self.training)
-        self.router_loss = RouterLoss(self.training, self.weighted_loss, sums_targets=self._sums_targets)
-        self._evaluator = self._make_evaluator()
-        self._figures: dict[str, float] = {}
-        """Figures for the next training line."""
-        self._predicts = False
-        self._steps_run, self._norm, self._trained = set(), None, []
-        self._num_read = 0
-        """Batches of this pass over the data."""
-        self._evaluated: object = None
-        """The data of the last evaluation."""
+        self._make_parts()
         model_init: Any = None
         has_new_adapter = False
         if strategy is not None:
@@ -123,31 +113,12 @@ class DistributedTrainerMixin(_Trainer):
             drop_reference_copy(self.model)
         # Each training begins with a new model: see `call_model_init`.
         self.model_init = cast(Any, model_init)
-        # Tells the original not to wrap the model in DDP.
-        self.is_distributed_loading_by_transformers = self.engine.reduces_gradients
-        # A loss that is not finite must be seen, and tokens are counted here.
-        self.args.logging_nan_inf_filter = False
-        self.args.include_num_input_tokens_seen = "no"
-        self.throughput = Throughput(self.args.device)
-        self._check_what_the_class_set()
-        self._optimizers = Optimizers(self.training, self.options.base_width)
-        if self.options.objective is not None:
-            self.weighted_loss.convention = self.options.objective.convention
-            self._counts_rows = False
-            self.loss_is_scaled_for_ga = True
-        fit_sft(self)
-        use_lean_handler(self.callback_handler)
-        self.add_callback(RankFlags([self.checkpointer], self.callback_handler.callbacks))
-        if self.options.islands is not None:
-            settings, server = self.options.islands, self.options.server_optimizer
-            self.islands = make_island(self.training, self.checkpointer, settings, server)
-            self.checkpointer.outer = self.islands
-            self.add_callback(self.islands)
+        self._fit_to_engine(self.engine)
+        self._add_callbacks()
 
-    # ---- setting up ----
-
-    def _make_training(self) -> Training:
-        return Training(
+    def _make_parts(self) -> None:
+        """Make what the original's constructor needs, as it calls overrides of this class."""
+        self.training = Training(
             self,
             self.strategy,
             head=self.options.loss_head,
@@ -156,20 +127,55 @@ class DistributedTrainerMixin(_Trainer):
             paused=lambda: self.throughput.paused(),
             restart_figures=self.restart_figures,
         )
+        self.checkpointer = Checkpointer(self.training, self.options)
+        self.islands: IslandCallback | None = None
+        self.weighted_loss = WeightedLoss(self.training)
+        self.router_loss = RouterLoss(self.training, self.weighted_loss, sums_targets=self._sums_targets)
+        self._evaluator = Evaluator(
+            self.training,
+            self.weighted_loss,
+            self.find_convention,
+            objective=self.options.objective,
+            measures=self.options.measures,
+        )
+        self._figures: dict[str, float] = {}
+        """Figures for the next training line."""
+        self._predicts = False
+        self._steps_run, self._norm, self._trained = set(), None, []
+        self._num_read = 0
+        """Batches of this pass over the data."""
+        self._evaluated: object = None
+        """The data of the last evaluation."""
 
-    def _make_evaluator(self) -> Evaluator:
-        objective, measures = self.options.objective, self.options.measures
-        loss, find = self.weighted_loss, self.find_convention
-        return Evaluator(self.training, loss, find, objective=objective, measures=measures)
-
-    def _check_what_the_class_set(self) -> None:
-        assert self.engine is not None
+    def _fit_to_engine(self, engine: Engine) -> None:
+        """Set what the original does otherwise than an engine needs, and check what the class has set."""
+        # Tells the original not to wrap the model in DDP.
+        self.is_distributed_loading_by_transformers = engine.reduces_gradients
+        # A loss that is not finite must be seen, and tokens are counted here.
+        self.args.logging_nan_inf_filter = False
+        self.args.include_num_input_tokens_seen = "no"
+        self.throughput = Throughput(self.args.device)
         if self.compute_metrics is not None:
             with self.options.telling():
-                check_has_logits(self.engine, "compute_metrics")
+                check_has_logits(engine, "compute_metrics")
         model = cast(nn.Module, self.model)
         if self._sums_targets and adds_router_loss(model):
             check_router_loss(model)
+        self._optimizers = Optimizers(self.training, self.options.base_width)
+        if self.options.objective is not None:
+            self.weighted_loss.convention = self.options.objective.convention
+            self._counts_rows = False
+            self.loss_is_scaled_for_ga = True
+        fit_sft(self)
+
+    def _add_callbacks(self) -> None:
+        use_lean_handler(self.callback_handler)
+        self.add_callback(RankFlags([self.checkpointer], self.callback_handler.callbacks))
+        if self.options.islands is not None:
+            settings, server = self.options.islands, self.options.server_optimizer
+            self.islands = make_island(self.training, self.checkpointer, settings, server)
+            self.checkpointer.outer = self.islands
+            self.add_callback(self.islands)
 
     @property
     def token_stream(self) -> TokenStream | None:
@@ -205,40 +211,30 @@ class DistributedTrainerMixin(_Trainer):
         with self.engine.showing_whole_shapes():
             return super().get_decay_parameter_names(model)
 
-    def predict(self, *args: Any, **kwargs: Any) -> PredictionOutput:
-        """As the original; ConfigError: no rank has whole logits."""
-        if self.engine is not None:
-            with self.options.telling():
-                check_has_logits(self.engine, "predict()")
-        self._predicts = True
-        try:
-            return super().predict(*args, **kwargs)
-        finally:
-            self._predicts = False
+    # ---- a training ----
 
-    def get_train_dataloader(self) -> Any:
-        """A token stream reads this rank's share by itself: accelerate must not shard it again."""
-        if self.strategy is not None and self.token_stream is not None:
-            return self.token_stream.loader(batch_size=self.args.per_device_train_batch_size)
-        with self._dealing(self.args.gradient_accumulation_steps, is_training=True):
-            return super().get_train_dataloader()
+    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> TrainOutput:
+        """As the original; after an error, it lets a running save end first."""
+        with self.options.telling(), self.checkpointer.waiting_at_errors():
+            if resume_from_checkpoint and self.engine is not None:
+                resume_from_checkpoint = self.checkpointer.folder.find_start(resume_from_checkpoint)
+            self._check_lengths()
+            return super().train(resume_from_checkpoint, *args, **kwargs)
 
-    @contextmanager
-    def _dealing(self, num_microbatches: int, *, is_training: bool) -> Iterator[None]:
-        """Let loaders that the class prepares within the block give each data rank its share of the rows."""
-        if self.strategy is None:
-            yield
-            return
-        args = self.args
-        how = Dealing(
-            topology=self.strategy.topology,
-            num_microbatches=num_microbatches,
-            label_names=self.weighted_loss.label_names if self._sums_targets else None,
-            seed=args.seed if args.data_seed is None else args.data_seed,
-            is_training=is_training,
-        )
-        with dealing(self.accelerator, how):
-            yield
+    def _check_lengths(self) -> None:
+        pads = self.data_collator is not transformers.default_data_collator
+        reads_itself = owner_of(type(self), "get_train_dataloader") is not transformers.Trainer
+        if self.strategy is not None and self.strategy.batch.micro_batch_size > 1 and not (pads or reads_itself):
+            check_lengths(self.train_dataset)
+
+    def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
+        """As the original; ConfigError if several ranks save: only rank 0 knows which trial it is."""
+        if self.engine is not None and self.args.world_size > 1 and self.args.save_strategy != "no":
+            what = "only rank 0 knows the folder of a trial, and each rank writes a part of a checkpoint"
+            where = "hyperparameter_search with args.save_strategy"
+            found = f"{SaveStrategy(self.args.save_strategy).value}, {self.args.world_size} processes"
+            raise ConfigError(what, where=where, found=found, hint="save_strategy='no', or one process a trial")
+        return super().hyperparameter_search(*args, **kwargs)
 
     def _init_training_state(
         self, max_steps: int, steps_per_epoch: int, num_epochs: int, resume_from_checkpoint: str | None, trial: object
@@ -299,27 +295,19 @@ class DistributedTrainerMixin(_Trainer):
         self.read_figures()
         self.log({"loss": cast(float, None), "skipped": True})
 
-    def restart_figures(self) -> None:
-        """Let the figures of the next training line be of the steps from the present one on."""
-        self.router_loss.forget()
-        state, num_devices = self.state, self.args.world_size
-        self.throughput.start(
-            state.global_step, state.num_input_tokens_seen, self._flops_per_token, num_devices=num_devices
-        )
-
-    def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> TrainOutput:
-        """As the original; after an error, it lets a running save end first."""
-        with self.options.telling(), self.checkpointer.waiting_at_errors():
-            if resume_from_checkpoint and self.engine is not None:
-                resume_from_checkpoint = self.checkpointer.folder.find_start(resume_from_checkpoint)
-            self._check_lengths()
-            return super().train(resume_from_checkpoint, *args, **kwargs)
-
-    def _check_lengths(self) -> None:
-        pads = self.data_collator is not transformers.default_data_collator
-        reads_itself = owner_of(type(self), "get_train_dataloader") is not transformers.Trainer
-        if self.strategy is not None and self.strategy.batch.micro_batch_size > 1 and not (pads or reads_itself):
-            check_lengths(self.train_dataset)
+    def _run_epoch(self, *args: object, **kwargs: Any) -> None:
+        is_over = self.control.should_training_stop or self.state.global_step >= self.state.max_steps
+        if self.engine is not None and is_over:
+            # The run is resumed at its last step: an endless stream would give one more step.
+            self.control.should_training_stop = True
+            return
+        self._num_read = 0
+        parameters = [parameter for parameter, _ in self._trained]
+        with nullcontext() if self.engine is None else zeroing_from_list(kwargs["model"], parameters):
+            super()._run_epoch(*args, **kwargs)
+        is_resumed = kwargs["epoch"] == kwargs["epochs_trained"] and kwargs["steps_trained_in_current_epoch"] > 0
+        if self.engine is not None and self._num_read == 0 and not is_resumed:
+            raise no_step_in_pass(self.state.global_step)
 
     def _finalize_training(self, *args: object, **kwargs: object) -> object:
         """As the original, after the last save has ended: so its last line and `on_train_end` come after all others."""
@@ -327,16 +315,91 @@ class DistributedTrainerMixin(_Trainer):
         share_metrics(self)
         return super()._finalize_training(*args, **kwargs)
 
-    def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
-        """As the original; ConfigError if several ranks save: only rank 0 knows which trial it is."""
-        if self.engine is not None and self.args.world_size > 1 and self.args.save_strategy != "no":
-            what = "only rank 0 knows the folder of a trial, and each rank writes a part of a checkpoint"
-            where = "hyperparameter_search with args.save_strategy"
-            found = f"{SaveStrategy(self.args.save_strategy).value}, {self.args.world_size} processes"
-            raise ConfigError(what, where=where, found=found, hint="save_strategy='no', or one process a trial")
-        return super().hyperparameter_search(*args, **kwargs)
+    # ---- data ----
 
-    # ---- the step ----
+    def get_train_dataloader(self) -> Any:
+        """A token stream reads this rank's share by itself: accelerate must not shard it again."""
+        if self.strategy is not None and self.token_stream is not None:
+            return self.token_stream.loader(batch_size=self.args.per_device_train_batch_size)
+        with self._dealing(self.args.gradient_accumulation_steps, is_training=True):
+            return super().get_train_dataloader()
+
+    @contextmanager
+    def _dealing(self, num_microbatches: int, *, is_training: bool) -> Iterator[None]:
+        """Let loaders that the class prepares within the block give each data rank its share of the rows."""
+        if self.strategy is None:
+            yield
+            return
+        args = self.args
+        how = Dealing(
+            topology=self.strategy.topology,
+            num_microbatches=num_microbatches,
+            label_names=self.weighted_loss.label_names if self._sums_targets else None,
+            seed=args.seed if args.data_seed is None else args.data_seed,
+            is_training=is_training,
+        )
+        with dealing(self.accelerator, how):
+            yield
+
+    def get_batch_samples(self, epoch_iterator: Iterator[Batch], num_batches: int, device: torch.device) -> _Step:
+        """Read the micro batches of a step, and count their tokens and targets.
+
+        Without a micro batch the pass over the data, or the data themselves, have ended.
+        """
+        for watch in watches_among(self.callback_handler.callbacks):
+            epoch_iterator = watch.progress.marking(epoch_iterator)
+        if self.engine is not None:
+            epoch_iterator = self.throughput.clock.loading(epoch_iterator)
+        read = partial(super().get_batch_samples, epoch_iterator, num_batches, device)
+        if self.engine is None or self.strategy is None:
+            return read()
+        samples, num_items = self._read_step(read, num_batches)
+        if samples and self.options.objective is not None:
+            samples = self.options.objective.begin_step(samples, self.hooks(self.model_wrapped))
+            num_items = self._get_num_items_in_batch(samples, device)
+        if samples:
+            self.training.num_targets = num_items
+            self._begin_step(samples, num_ranks=self.strategy.topology.data)
+        return samples, num_items
+
+    def _read_step(self, read: Callable[[], _Step], num_microbatches: int) -> _Step:
+        """Read until there is a target: without one no step is taken."""
+        samples, num_items = read()
+        # Of a loader of the class's own that has no length.
+        label_names = self.weighted_loss.label_names if self._sums_targets else None
+        samples = fill_up_step(samples, num_microbatches, label_names)
+        self._num_read += len(samples)
+        stream = self.token_stream
+        # All ranks decide the same, because targets are counted over all ranks.
+        while stream is not None and stream.may_lack_targets and num_items == 0:
+            if all(gather_json(stream.has_ended)):
+                self._end_with_data()
+                return [], num_items
+            samples, num_items = read()
+        if not samples:
+            # The pass is over; the original would ask once for each step that is left.
+            self.control.should_epoch_stop = True
+        return samples, num_items
+
+    def _begin_step(self, samples: list[Batch], *, num_ranks: int) -> None:
+        """Count what a step reads on so many data ranks, and tell the parts that it begins."""
+        objective = self.options.objective
+        num_tokens: Callable[[Batch], int] = num_input_tokens if objective is None else objective.num_tokens
+        self.throughput.tokens += sum(map(num_tokens, samples)) * num_ranks
+        self.throughput.see_documents(batch["position_ids"] for batch in samples if "position_ids" in batch)
+        # If batches hold no tokens, as in reward training, the Trainer class may count by itself.
+        self.state.num_input_tokens_seen = self.throughput.tokens or self.state.num_input_tokens_seen
+        self.router_loss.begin_step(samples)
+        self._guard.begin_step()
+
+    def _end_with_data(self) -> None:
+        """End the training with a checkpoint: the stream has ended. DataError: it held nothing to train on."""
+        if self.state.global_step == 0:
+            raise nothing_to_train_on()
+        self.control.should_training_stop = True
+        self.control.should_save = self.args.save_strategy != "no" and not self.checkpointer.is_saved()
+
+    # ---- a step ----
 
     def compute_loss(
         self,
@@ -386,75 +449,6 @@ class DistributedTrainerMixin(_Trainer):
         num_items = torch.as_tensor(num_items_in_batch).clamp(min=1)
         return objective.loss(model, inputs) / num_items * num_losses(self)
 
-    def _run_epoch(self, *args: object, **kwargs: Any) -> None:
-        is_over = self.control.should_training_stop or self.state.global_step >= self.state.max_steps
-        if self.engine is not None and is_over:
-            # The run is resumed at its last step: an endless stream would give one more step.
-            self.control.should_training_stop = True
-            return
-        self._num_read = 0
-        parameters = [parameter for parameter, _ in self._trained]
-        with nullcontext() if self.engine is None else zeroing_from_list(kwargs["model"], parameters):
-            super()._run_epoch(*args, **kwargs)
-        is_resumed = kwargs["epoch"] == kwargs["epochs_trained"] and kwargs["steps_trained_in_current_epoch"] > 0
-        if self.engine is not None and self._num_read == 0 and not is_resumed:
-            raise no_step_in_pass(self.state.global_step)
-
-    def get_batch_samples(
-        self, epoch_iterator: Iterator[Batch], num_batches: int, device: torch.device
-    ) -> tuple[list[Batch], torch.Tensor | int | None]:
-        """Count the tokens on the way, and stop where the data end. A batch without targets takes no step."""
-        for watch in watches_among(self.callback_handler.callbacks):
-            epoch_iterator = watch.progress.marking(epoch_iterator)
-        if self.engine is not None:
-            epoch_iterator = self.throughput.clock.loading(epoch_iterator)
-        read = partial(super().get_batch_samples, epoch_iterator, num_batches, device)
-        samples, num_items = read()
-        if self.engine is None or self.strategy is None:
-            return samples, num_items
-        samples = self._fill_up(samples, num_batches)
-        self._num_read += len(samples)
-        stream = self.token_stream
-        # All ranks decide the same, because targets are counted over all ranks.
-        while stream is not None and stream.may_lack_targets and num_items == 0:
-            if all(gather_json(stream.has_ended)):
-                self._end_with_data()
-                return [], num_items
-            samples, num_items = read()
-        if not samples:
-            # The pass is over; the original would ask once for each step that is left.
-            self.control.should_epoch_stop = True
-            return samples, num_items
-        num_tokens: Callable[[Batch], int] = num_input_tokens
-        if self.options.objective is not None:
-            samples = self.options.objective.begin_step(samples, self.hooks(self.model_wrapped))
-            num_tokens = self.options.objective.num_tokens
-            num_items = self._get_num_items_in_batch(samples, device)
-        self.training.num_targets = num_items
-        self.throughput.tokens += sum(map(num_tokens, samples)) * self.strategy.topology.data
-        self.throughput.see_documents(batch["position_ids"] for batch in samples if "position_ids" in batch)
-        # If batches hold no tokens, as in reward training, the Trainer class may count by itself.
-        self.state.num_input_tokens_seen = self.throughput.tokens or self.state.num_input_tokens_seen
-        self.router_loss.begin_step(samples)
-        self._guard.begin_step()
-        return samples, num_items
-
-    def _fill_up(self, samples: list[Batch], num_batches: int) -> list[Batch]:
-        """Fill up the last step of a loader of the class's own that has no length, and ended within the step."""
-        if not 0 < len(samples) < num_batches:
-            return samples
-        fill = samples
-        if self._sums_targets:
-            fill = [cast(Batch, without_targets(samples[0], self.weighted_loss.label_names))]
-        return list(islice(chain(samples, cycle(fill)), num_batches))
-
-    def _end_with_data(self) -> None:
-        """End the training with a checkpoint: the stream has ended. DataError: it held nothing to train on."""
-        if self.state.global_step == 0:
-            raise nothing_to_train_on()
-        self.control.should_training_stop = True
-        self.control.should_save = self.args.save_strategy != "no" and not self.checkpointer.is_saved()
-
     def _get_grad_norm(self, model: nn.Module, grad_norm: object = None) -> object:
         """The last hook before the optimizer's step."""
         if self.engine is None:
@@ -463,22 +457,15 @@ class DistributedTrainerMixin(_Trainer):
             # Also of an override that returns nothing: gradients are reduced once.
             grad_norm = self._norm if "_clip_grad_norm" in self._steps_run else self._take_norm(0.0)
         grad_norm = super()._get_grad_norm(model, grad_norm)
-        if reads_images(cast(nn.Module, self.model)):
-            self._fill_gradients()
+        keeps_them_elsewhere = self.accelerator.distributed_type is DistributedType.DEEPSPEED
+        if reads_images(cast(nn.Module, self.model)) and not keeps_them_elsewhere:
+            # Of a step without an image: ranks that share gradients have zeros, too, and optimizers go on by them.
+            for parameter, is_trained in self._trained:
+                if is_trained and parameter.grad is None:
+                    parameter.grad = torch.zeros_like(parameter)
         self._check_step()
         self._guard.judge(grad_norm)
         return grad_norm
-
-    def _fill_gradients(self) -> None:
-        """Let a step without an image have gradients of zeros where one with an image has others, in each layout.
-
-        Ranks that share gradients have them so, and optimizers go on by them; DeepSpeed keeps its own elsewhere.
-        """
-        if self.accelerator.distributed_type is DistributedType.DEEPSPEED:
-            return
-        for parameter, is_trained in self._trained:
-            if is_trained and parameter.grad is None:
-                parameter.grad = torch.zeros_like(parameter)
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
         if self.engine is not None:
@@ -496,6 +483,16 @@ class DistributedTrainerMixin(_Trainer):
             # After the line of this step, which a start from the replica does not write again.
             with self.throughput.paused():
                 self.checkpointer.replicate()
+
+    # ---- training lines ----
+
+    def restart_figures(self) -> None:
+        """Let the figures of the next training line be of the steps from the present one on."""
+        self.router_loss.forget()
+        state, num_devices = self.state, self.args.world_size
+        self.throughput.start(
+            state.global_step, state.num_input_tokens_seen, self._flops_per_token, num_devices=num_devices
+        )
 
     def read_figures(self) -> None:
         """Read what the next training line says of speed, routers and what the run adds. A collective."""
@@ -551,6 +548,17 @@ class DistributedTrainerMixin(_Trainer):
         # For the line that follows.
         share_metrics(self)
         return output
+
+    def predict(self, *args: Any, **kwargs: Any) -> PredictionOutput:
+        """As the original; ConfigError: no rank has whole logits."""
+        if self.engine is not None:
+            with self.options.telling():
+                check_has_logits(self.engine, "predict()")
+        self._predicts = True
+        try:
+            return super().predict(*args, **kwargs)
+        finally:
+            self._predicts = False
 
 
 class Trainer(DistributedTrainerMixin, transformers.Trainer):

@@ -28,7 +28,7 @@ from hfdist.environments.environment import Row
 from hfdist.environments.player import FaultError, Player, Reply
 from hfdist.environments.registry import Factory
 from hfdist.environments.tools import Schema
-from hfdist.errors import first_line, printable
+from hfdist.errors import first_line, named_line, printable
 from hfdist.rewards.generation import Turn
 from hfdist.topology import Topology
 from hfdist.trainer.generation.sampling import Drawn
@@ -181,7 +181,7 @@ class Episodes:
                     answer.turns += reply.said
                 said |= {"goes_on": goes_on, "done": reply.done, "reward": reply.reward, "calls": reply.num_calls}
         if isinstance(reply, BaseException):
-            what = first_line(reply) if isinstance(reply, FaultError | HangsError) else _named(reply)
+            what = first_line(reply) if isinstance(reply, FaultError | HangsError) else named_line(reply)
             said |= {"fault": printable(what, _MOST_SAID)}
         if not said["goes_on"]:
             player = self._players.pop(place)
@@ -247,7 +247,3 @@ def warn_of_failed(environment: str | None, prompts: Sequence[str], answers: Seq
             "the environment %s has failed in %d of %d episodes, which do not train; the first: prompt %r: %s",
             environment, len(failed), sum(map(bool, prompts)), printable(prompts[place], _MOST_SAID), fault,
         )  # fmt: skip
-
-
-def _named(error: BaseException) -> str:
-    return f"{type(error).__name__}: {first_line(error)}" if str(error) else type(error).__name__

@@ -17,10 +17,10 @@ from safetensors.torch import load_file
 
 from hfdist.checkpoint.folder import STEP_NAME, step_name
 from hfdist.checkpoint.piece import MASTER
-from hfdist.checkpoint.regions import list_first
 from hfdist.checkpoint.save_plan import ADAPTER_STEM, MODEL_STEM, OPTIMIZER_STEM
 from hfdist.config.train import Precision
 from hfdist.records import Event, RunFolder, read_lines
+from hfdist.units import list_first
 
 FLOOR = 1e-2
 """Least divisor of a difference, as a share of the largest element of all tensors that are compared with it."""

@@ -17,7 +17,7 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from hfdist.collectives import gather_json, rank, world_size
+from hfdist.collectives import first_problem, gather_json, rank, world_size
 from hfdist.control_group import machines
 from hfdist.launch.address import LOOPBACK, listen, own_address
 from hfdist.messages.door import MOST_STRANGERS, Door, DoorThread, hear_answer, knock, read_line
@@ -79,10 +79,10 @@ def open_store(beat_seconds: float) -> Store:
         except OSError as error:
             problem = f"rank {own} cannot reach rank {above[0]} at {addresses[above[0]]} ({error})"
     store = Store(own, size, below, hosted, joined)
-    problems = [found for found in gather_json(problem) if found is not None]
-    if problems:
+    problem = first_problem(problem)
+    if problem is not None:
         store.close()
-        raise OSError(problems[0])
+        raise OSError(problem)
     return store
 
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from hfdist.checkpoint.folder import Keep, step_of
 from hfdist.checkpoint.mirror.mirror import Mirror, UploadProgress
-from hfdist.errors import HfdistError, first_line
+from hfdist.errors import HfdistError, named_line
 
 logger = logging.getLogger(__name__)
 
@@ -130,7 +130,7 @@ class Uploader:
         seconds, step = time.monotonic() - begin, step_of(path.name)
         if error is not None:
             what = "cannot be tidied" if self._failed is None else f"has not got {path.name}"
-            said = error if isinstance(error, HfdistError) else f"{type(error).__name__}: {first_line(error)}"
+            said = error if isinstance(error, HfdistError) else named_line(error)
             logger.warning("the mirror %s: %s", what, said)
         self._uploads.append(
             Upload(step, self.progress, seconds, self.newest_step, self._num_failures, error is not None)

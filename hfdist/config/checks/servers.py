@@ -7,7 +7,7 @@ import re
 from urllib.parse import urlsplit
 
 from hfdist.config.run import RunConfig
-from hfdist.config.task import InferenceServer, TaskConfig
+from hfdist.config.task import MOST_SERVERS, InferenceServer, TaskConfig
 from hfdist.errors import ConfigError, printable
 
 _ADDRESS = "http://HOST:PORT or https://HOST:PORT, each once"
@@ -66,6 +66,10 @@ def _of(task: TaskConfig) -> str:
 
 def _check_addresses(task: TaskConfig) -> None:
     found = task.server_addresses
+    if len(found) > MOST_SERVERS:
+        what = "a run asks each server before it begins, and these are too many"
+        where, allowed = "task.server_addresses", f"<= {MOST_SERVERS} servers"
+        raise ConfigError(what, where=where, found=f"{len(found):,} servers", allowed=allowed, hint=_HINT)
     if not found or len(set(found)) < len(found):
         what = "no server is named" if not found else "a server is named twice"
         shown = printable(json.dumps(found))

@@ -12,7 +12,7 @@ from hfdist.config.data import LABELLED, LabelsConfig, Packing, PairsConfig, Row
 from hfdist.config.model import Attention
 from hfdist.config.plain_values import override_value, plain
 from hfdist.config.run import RunConfig
-from hfdist.config.task import ENVIRONMENT, PRESETS, REWARD_MODEL, SCORE, TaskConfig, TaskLoss, TaskName
+from hfdist.config.task import ANSWER_LIMIT, ENVIRONMENT, PRESETS, REWARD_MODEL, SCORE, TaskConfig, TaskLoss, TaskName
 from hfdist.errors import ConfigError
 
 _OF_TASKS = (
@@ -375,7 +375,7 @@ def _check_environment(config: RunConfig) -> None:
             where="task.answer_seconds",
             found=f"{task.answer_seconds:g}, with task.environment_seconds={task.environment_seconds:g}",
             allowed=">= task.environment_seconds",
-            hint=f"task.answer_seconds={task.max_turns * task.environment_seconds:g}",
+            hint=f"task.answer_seconds={min(task.max_turns * task.environment_seconds, ANSWER_LIMIT):g}",
         )
     if task.environment in _OF_REFERENCE and RowFormat.prompt in _formats(config).values():
         what = "this environment needs the completion of the row, and prompts alone have none"

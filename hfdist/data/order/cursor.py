@@ -13,7 +13,7 @@ from safetensors.numpy import load, save
 
 from hfdist.data.order.lane_state import Columns, LanesInColumns, LaneState, Place, Progress, check_columns, to_columns
 from hfdist.data.order.shares import Shares
-from hfdist.errors import CheckpointError
+from hfdist.errors import CheckpointError, named_line
 from hfdist.whole_numbers import whole_number
 
 FORMAT = 3
@@ -117,7 +117,7 @@ class Cursor:
                 shares=shares,
             )
         except (KeyError, TypeError, ValueError, AttributeError, ZeroDivisionError) as error:
-            found = f"{type(error).__name__}: {error}"
+            found = named_line(error)
             raise CheckpointError("the data cursor is damaged", where="cursor", found=found) from error
 
     @staticmethod

@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 from hfdist.data.order.lane_state import Place
 from hfdist.data.order.records import Records, Status, make_records
 from hfdist.data.packing.sequence import Integers, Pieces, Sequence, Shape, after_the_end, filling
-from hfdist.data.sources.document_batch import DocumentBatch
+from hfdist.data.sources.document_batch import DocumentBatch, views_of
 from hfdist.errors import DataError
 
 # Cut at once: twice as many each time, so that the first one comes soon and numpy's calls become cheap.
@@ -299,8 +299,7 @@ class CutSequences:
 
     def _parts(self, pieces: slice) -> list[NDArray[np.integer]]:
         """Views of the tokens of neighbours, made when they are asked for: those of all at once leave the cache."""
-        spans = zip(*[column[pieces] for column in self._spans], strict=True)
-        return [self._arrays[array][first:stop] for array, first, stop in spans]
+        return views_of(self._arrays, *(column[pieces] for column in self._spans))
 
     def given(self, first: int, stop: int) -> Given:
         """Give what is known of neighbours in the order of lanes, all of one lane."""

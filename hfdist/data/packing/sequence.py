@@ -11,7 +11,7 @@ A negative token of a document is the complement of one that is context: `~id` b
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from collections.abc import Sequence as Sequences
 from dataclasses import dataclass
 from functools import lru_cache
@@ -28,7 +28,7 @@ from hfdist.config.batch import IGNORED as IGNORED
 from hfdist.config.data import Packing
 from hfdist.data import marks
 from hfdist.data.order.lane_state import Place
-from hfdist.data.order.records import Records, count_new_documents, join, make_records
+from hfdist.data.order.records import Records, count_new_documents, make_records
 from hfdist.data.packing.row_images import stack_images
 from hfdist.data.tokenization.image_tokens import ImageTokens, Inputs
 from hfdist.errors import CheckpointError
@@ -129,7 +129,7 @@ def make_rows(pieces: Pieces, dtype: DTypeLike) -> tuple[NDArray[np.integer], ND
     Returns:
         input_ids, position_ids and labels of all, end to end; each of shape [tokens].
     """
-    tokens, lengths, begins = _tokens(pieces.parts), pieces.lengths, pieces.begins
+    tokens, lengths, begins = join_tokens(pieces.parts), pieces.lengths, pieces.begins
     if tokens.dtype.kind == "i" and tokens.min() < 0:
         own_ids = marks.ids_of(tokens)
         ids, labels = own_ids.astype(dtype), marks.labels_of(tokens, own_ids).astype(dtype)
@@ -151,8 +151,8 @@ def _places(num_bits: int, dtype: np.dtype[np.generic]) -> memoryview:
     return np.arange(1 << num_bits, dtype=dtype).data
 
 
-def _tokens(parts: Sequences[NDArray[np.integer]]) -> NDArray[np.integer]:
-    """Tokens end to end: a copy."""
+def join_tokens(parts: Sequences[NDArray[np.integer]]) -> NDArray[np.integer]:
+    """Put tokens end to end: a copy."""
     if len(set(map(_TYPE_OF, parts))) > 1:
         return np.concatenate(parts)
     # The same, in half the time for the few hundred tokens that a part has.
@@ -239,53 +239,9 @@ def stack_rows(
 def image_row(sequence: Sequence, images: ImageTokens) -> dict[str, torch.Tensor]:
     """Give the tensors of a sequence that is one document, each of shape [tokens], and those of its images."""
     ids, _, labels = make_rows(Pieces.of([sequence]), np.int64)
-    row = images.row(ids, marks.are_images(_tokens(sequence.parts)), labels)
+    row = images.row(ids, marks.are_images(join_tokens(sequence.parts)), labels)
     inputs = next(iter(sequence.images.values())) if sequence.images else {}
     return row | {name: torch.from_numpy(values) for name, values in inputs.items()}
-
-
-class Bundle(NamedTuple):
-    """Sequences on their way to another process, in few arrays: each costs time there and here."""
-
-    tokens: NDArray[np.integer]
-    """Tokens of all sequences, end to end; the records are end to end, too."""
-    records: Records
-    num_records: list[int]
-    others: list[
-        tuple[
-            Sequences[int],
-            Sequences[tuple[int, int]],
-            tuple[int, ...],
-            int,
-            int,
-            tuple[str, ...],
-            Mapping[int, Inputs] | None,
-        ]
-    ]
-    """The other fields of each sequence."""
-
-
-def bundle(sequences: Sequences[Sequence]) -> Bundle:
-    """Copy the tokens and the records of sequences, one or more."""
-    return Bundle(
-        _tokens(Pieces.of(sequences).parts),
-        join([one.records for one in sequences]),
-        [len(one.records) for one in sequences],
-        [(one.lengths, one.blanks, tuple(one.next_place), *one[4:6], one.problems, one.images) for one in sequences],
-    )
-
-
-def unbundle(given: Bundle) -> Iterator[Sequence]:
-    """Give the sequences of a bundle."""
-    token, record = 0, 0
-    for num_records, (lengths, blanks, place, num_tokens, num_documents, problems, images) in zip(
-        given.num_records, given.others, strict=True
-    ):
-        stop, last = token + sum(lengths), record + num_records
-        parts, records = [given.tokens[token:stop]], given.records[record:last]
-        own = parts, lengths, blanks, Place._make(place), num_tokens, num_documents, records
-        yield Sequence(*own, problems, images)
-        token, record = stop, last
 
 
 def _split(

@@ -30,7 +30,7 @@ _ROUNDED_TOKENS = 8
 class _Arrangement(NamedTuple):
     """Pieces of a window's documents, sequence by sequence."""
 
-    pieces: Pieces
+    pieces: DocumentPieces
     ends: Integers
     """Where each sequence ends, counted in pieces; shape [sequences]."""
     lengths: Integers
@@ -80,7 +80,7 @@ def best_fit(
         # Inside a sequence documents stay in order.
         order = np.argsort(rank[sequence], kind="stable")
         ends = np.cumsum(np.bincount(rank[sequence], minlength=num_sequences))
-        ordered = Pieces(*(column[order] for column in pieces))
+        ordered = DocumentPieces(*(column[order] for column in pieces))
         return num_documents, _Arrangement(ordered, ends, np.full(num_sequences, length))
 
     return _sequences(_windows(chunks, arrange), first, shape, length)
@@ -107,7 +107,7 @@ def one_each(
         order = slots[permutation(_SORTED_DOCUMENTS, *key, begin.epoch, "lengths")]
         order = order[order >= 0]
         used = np.minimum(tokens[order], shape.length)
-        pieces = Pieces(with_tokens[order], np.zeros_like(used), used)
+        pieces = DocumentPieces(with_tokens[order], np.zeros_like(used), used)
         lengths = np.minimum(-(-used // _ROUNDED_TOKENS) * _ROUNDED_TOKENS, shape.length)
         num_documents = int(with_tokens[-1]) + 1 if is_full else len(sizes)
         return num_documents, _Arrangement(pieces, np.arange(len(used)) + 1, lengths)
@@ -271,7 +271,7 @@ _ENOUGH = 512
 _SPARE = 1024
 
 
-class Pieces(NamedTuple):
+class DocumentPieces(NamedTuple):
     """Documents cut to the length of a sequence, in the order of the documents; each of shape [pieces]."""
 
     document: Integers
@@ -280,13 +280,13 @@ class Pieces(NamedTuple):
     num_tokens: Integers
 
 
-def cut(sizes: Integers, length: int) -> Pieces:
+def cut(sizes: Integers, length: int) -> DocumentPieces:
     """Cut documents of `sizes` tokens, shape [documents], that are longer than `length`; empty ones give no piece."""
     counts = -(-sizes // length)
     document = np.repeat(np.arange(len(sizes)), counts)
     number = np.arange(len(document)) - np.repeat(np.cumsum(counts) - counts, counts)
     first_token = number * length
-    return Pieces(document, first_token, np.minimum(sizes[document] - first_token, length))
+    return DocumentPieces(document, first_token, np.minimum(sizes[document] - first_token, length))
 
 
 def fill(lengths: list[int], length: int) -> tuple[list[int], int, int]:
@@ -330,7 +330,7 @@ def fill(lengths: list[int], length: int) -> tuple[list[int], int, int]:
     return sequence, num_sequences, room[-1] if room else 0
 
 
-def fit(sizes: Integers, length: int, *, may_end_before: bool) -> tuple[int, Pieces, Integers, int]:
+def fit(sizes: Integers, length: int, *, may_end_before: bool) -> tuple[int, DocumentPieces, Integers, int]:
     """Choose where a window ends, and fill sequences with its pieces.
 
     Sequences are full but for the last one if the tokens up to the end are a little less than a multiple of the length.
@@ -371,5 +371,5 @@ def fit(sizes: Integers, length: int, *, may_end_before: bool) -> tuple[int, Pie
         wanted = waste - most_room
         room[place] = 4 * length
     num_documents, sequence, num_sequences = best
-    own_pieces = Pieces(*(column[: len(sequence)] for column in pieces))
+    own_pieces = DocumentPieces(*(column[: len(sequence)] for column in pieces))
     return num_documents, own_pieces, sequence, num_sequences

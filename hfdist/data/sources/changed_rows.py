@@ -8,6 +8,7 @@ import numpy as np
 
 from hfdist.data.sources.base import Shard
 from hfdist.data.storage.identity import Contents
+from hfdist.units import list_first
 
 _SHOWN_SPANS = 4
 
@@ -22,7 +23,7 @@ def changed_rows(shard: Shard, before: Contents | None, after: Contents | None) 
         return ""
     spans = _merged(known)
     shown = [str(rows.start) if len(rows) == 1 else f"{rows.start} to {rows.stop - 1}" for rows in spans]
-    listed = ", ".join([*shown[:_SHOWN_SPANS], *(["..."] if len(shown) > _SHOWN_SPANS else [])])
+    listed = list_first(shown, _SHOWN_SPANS)
     unit = "row" if len(spans) == 1 and len(spans[0]) == 1 else "rows"
     return f", {unit} {listed}" if listed else ""
 

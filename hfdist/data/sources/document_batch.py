@@ -74,12 +74,18 @@ class DocumentBatch:
 _COLUMNS = ("numbers", "arrays", "starts", "lengths", "cut_tokens", "fates")
 
 
+_Arrays = Sequence[NDArray[np.integer]] | Mapping[int, NDArray[np.integer]]
+
+
 def slices(
-    tokens: Sequence[NDArray[np.integer]] | Mapping[int, NDArray[np.integer]],
-    arrays: NDArray[np.int64],
-    starts: NDArray[np.int64],
-    lengths: NDArray[np.int64],
+    tokens: _Arrays, arrays: NDArray[np.int64], starts: NDArray[np.int64], lengths: NDArray[np.int64]
 ) -> list[NDArray[np.integer]]:
     """Views of tokens: of the array by each number, so many from each start; the columns are of one length."""
-    spans = zip(arrays.tolist(), starts.tolist(), (starts + lengths).tolist(), strict=True)
-    return [tokens[array][start:stop] for array, start, stop in spans]
+    return views_of(tokens, arrays.tolist(), starts.tolist(), (starts + lengths).tolist())
+
+
+def views_of(
+    tokens: _Arrays, arrays: Sequence[int], starts: Sequence[int], stops: Sequence[int]
+) -> list[NDArray[np.integer]]:
+    """As `slices`, of columns that are lists already, with ends in place of lengths."""
+    return [tokens[array][start:stop] for array, start, stop in zip(arrays, starts, stops, strict=True)]

@@ -128,13 +128,11 @@ def open_turns(
 def _pack(plan: LanePlan, documents: Documents, pool: int, lane: int, place: Place) -> Iterator[sequence.Sequence]:
     chunks = _chunks(plan.documents(pool, lane, place), documents)
     key: tuple[int | str, ...] = (plan.seed, plan.pools[pool].name)
-    match plan.packing:
-        case Packing.concat:
-            return concat(chunks, plan.shape)
-        case Packing.best_fit | Packing.auto:
-            return best_fit(chunks, place.offset, plan.shape, (*key, lane))
-        case Packing.none:
-            return one_each(chunks, place.offset, plan.shape, key)
+    if plan.packing is Packing.concat:
+        return concat(chunks, plan.shape)
+    if plan.packing is Packing.none:
+        return one_each(chunks, place.offset, plan.shape, key)
+    return best_fit(chunks, place.offset, plan.shape, (*key, lane))
 
 
 def _chunks(iterator: DocumentIterator, documents: Documents) -> Iterator[tuple[Place, DocumentBatch]]:

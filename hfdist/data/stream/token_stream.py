@@ -1,77 +1,56 @@
-"""The training stream: this data rank's share of every global batch, in the run's one order, and read ahead.
-
-Its figures follow below: the steps of some epochs; how much of each source a run has read; what was cut or left out.
-"""
+"""The training stream: this data rank's share of every global batch, in the run's one order."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
-import gc
 import itertools
 import logging
 import math
-import os
-import time
 import warnings
-from collections.abc import Generator, Iterable, Iterator, Mapping
-from dataclasses import asdict
+from collections.abc import Generator, Iterator, Mapping
+from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
-from torch.utils.data import DataLoader, IterableDataset, get_worker_info
+from torch.utils.data import IterableDataset, get_worker_info
 from transformers import PreTrainedTokenizerBase
 
-from hfdist.config.data import DataConfig, Packing, TooLong, cache_dir
-from hfdist.data.cache import digest_of, write_once
+from hfdist.config.data import DataConfig, Packing, TooLong
+from hfdist.data.cache import digest_of
 from hfdist.data.documents.corpus import Corpus
-from hfdist.data.documents.first_examples import explain_no_targets
 from hfdist.data.documents.image_reader import ImageReader
 from hfdist.data.documents.token_reader import Documents, open_token_cache
 from hfdist.data.order.cursor import Cursor
 from hfdist.data.order.lane_state import Columns, LaneState, Progress
-from hfdist.data.order.records import Records, Status, chain, numbers_of
+from hfdist.data.order.records import chain, numbers_of
 from hfdist.data.order.shares import Shares
 from hfdist.data.order.shuffle import LaneOrder, Mixture, workers_that_fit
 from hfdist.data.packing.packed_images import stack_packed
 from hfdist.data.packing.sequence import (
-    IGNORED,
     ORIGINS,
-    Bundle,
     Sequence,
     Shape,
-    bundle,
     collate,
     image_row,
     origins_of,
     stack,
     stack_rows,
-    unbundle,
 )
 from hfdist.data.packing.windows import RULE
-from hfdist.data.stream.bytes_ahead import BytesAhead
 from hfdist.data.stream.lane import LanePlan, Packed, SequencesInTurn, open_lanes, open_turns
 from hfdist.data.stream.ledger import Ledger
-from hfdist.data.stream.worker_deaths import WorkerRegistry
-from hfdist.data.stream.worker_process import forward_to_rank, keep_arrays
+from hfdist.data.stream.read_ahead import read_ahead
 from hfdist.data.tokenization.encoders import Encoders, check_token_sources
 from hfdist.data.tokenization.image_tokens import ImageTokens
-from hfdist.errors import CheckpointError, ConfigError, DataError, HfdistError
+from hfdist.errors import CheckpointError, ConfigError
 
 logger = logging.getLogger(__name__)
 
-# Sequences in an item of a worker, which costs as much as many sequences: few at first, so that the first batch comes
-# soon, then twice as many each time.
-_FIRST_ITEM, _LARGEST_ITEM = 8, 64
-_SHOWN_LANES = 8
 DOCUMENTS = "documents"
 """Key in a batch whose rows are documents, with `data.keep_columns`: their numbers, -1 without one; shape [rows]."""
-
-_Sent = tuple[list[tuple[int, int | None]], Bundle]
-"""Lanes, pools and sequences of a worker."""
-_Item = tuple[_Sent | None, HfdistError | None]
 
 
 class TokenStream(IterableDataset[dict[str, torch.Tensor]]):
@@ -106,6 +85,9 @@ class TokenStream(IterableDataset[dict[str, torch.Tensor]]):
         global_batch_size: int | None = None,
         run: tuple[int, int] = (0, 1),
     ) -> None:
+        if config.packing is Packing.auto:
+            # Rows with images are asked before: see run/images.py.
+            config = replace(config, packing=Packing.best_fit)
         self.corpus, self.config = corpus, config
         self.images: ImageTokens | None = None
         """What images of rows become, by `read_images`; None: rows have none."""
@@ -401,7 +383,7 @@ class TokenStream(IterableDataset[dict[str, torch.Tensor]]):
         first = self._turn + worker
         return [self.lanes[turn % len(self.lanes)] for turn in range(first, first + len(self.lanes), num_workers)]
 
-    def packed(self, worker: int, num_workers: int) -> Iterator[Packed]:
+    def packed(self, worker: int, num_workers: int) -> Generator[Packed]:
         """Give sequences worker, worker + num_workers, ... from here on; num_workers divides the lanes of this rank."""
         states = self._states_of_worker(worker, num_workers)
         lanes = open_lanes(self.plan, self._open_documents(), {lane: state.pools for lane, state in states.items()})
@@ -473,14 +455,17 @@ class TokenStream(IterableDataset[dict[str, torch.Tensor]]):
             return collate(sequences, self.plan.packing, self.plan.shape)
         if self.plan.packing is Packing.none:
             return self.stack_rows([image_row(one, self.images) for one in sequences])
-        how = {"needs_image": self.needs_image, "tells_rows": self.tells_images_by_row}
-        return stack_packed(sequences, self.plan.shape, self.images, **how)
+        return stack_packed(sequences, self.plan.shape, self.images, **self._of_batches)
 
     def stack_rows(self, rows: list[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
         """Collate rows of a run with images, as of its held-out set."""
         assert self.images is not None
-        how = {"needs_image": self.needs_image, "tells_rows": self.tells_images_by_row}
-        return stack_rows(rows, self.plan.shape.fill_id, self.images, **how)
+        return stack_rows(rows, self.plan.shape.fill_id, self.images, **self._of_batches)
+
+    @property
+    def _of_batches(self) -> dict[str, bool]:
+        """Say what each batch with images has besides: keywords of `stack_rows` and `stack_packed`."""
+        return {"needs_image": self.needs_image, "tells_rows": self.tells_images_by_row}
 
     def _note(self, lane: int, pool: int, sequence: Sequence) -> None:
         (digest, pools, number), records = self._states[lane], sequence.records
@@ -534,106 +519,17 @@ class StreamLoader:
 
     def _sequences(self, num_workers: int) -> Generator[Packed]:
         """All sequences of this data rank, in order."""
-        config = self.dataset.config
+        stream, config = self.dataset, self.dataset.config
         if num_workers == 0:
-            yield from self.dataset.packed(0, 1)
-        lanes = [sorted(self.dataset.lanes_of_worker(worker, num_workers)) for worker in range(num_workers)]
-        registry = WorkerRegistry(num_workers, lambda worker: f"which reads lanes {_shown(lanes[worker])}")
-        rank = os.getpid()
-
-        def begin(worker: int) -> None:
-            forward_to_rank(rank, each_second=lambda: registry.note(worker))
-            # Inherited objects are no garbage: looking through them takes tenths of a second, and copies their memory.
-            gc.freeze()
-
-        ahead = None
-        if self.dataset.images is not None:
-            ahead = BytesAhead(num_workers, config.images.prefetch_bytes)
-        # With images one by one, as each must be sent once it is made.
-        most = 1 if ahead is not None else _most_in_item(config.prefetch)
-        loader = DataLoader(
-            _Worker(self.dataset, most, ahead),
-            batch_size=None,
-            num_workers=num_workers,
-            prefetch_factor=-(-config.prefetch // most),
-            collate_fn=keep_arrays,
-            worker_init_fn=begin,
-            # A generator of its own, so that dropout's random state is not touched.
-            generator=torch.Generator(),
-            multiprocessing_context="fork",
+            return stream.packed(0, 1)
+        lanes = [sorted(stream.lanes_of_worker(worker, num_workers)) for worker in range(num_workers)]
+        return read_ahead(
+            stream.packed,
+            lanes,
+            config.prefetch,
+            one_by_one=stream.images is not None,
+            most_image_bytes=config.images.prefetch_bytes,
         )
-        items = iter(loader)
-        try:
-            with registry.explain_deaths():
-                for item_size in _item_sizes(most):
-                    # Workers take turns sequence by sequence, and an item holds several sequences.
-                    turns = [_unpack(next(items)) for _ in range(num_workers)]
-                    for _ in range(item_size):
-                        for worker, turn in enumerate(turns):
-                            packed = next(turn)
-                            if ahead is not None:
-                                ahead.take(worker, packed[2])
-                            yield packed
-        finally:
-            if ahead is not None:
-                ahead.close()
-            del items
-
-
-class _Worker(IterableDataset[object]):
-    """The dataset in a loader process. Errors for the reader travel as values, since torch would wrap them."""
-
-    def __init__(self, stream: TokenStream, most_in_item: int, ahead: BytesAhead | None) -> None:
-        self._stream, self._most_in_item, self._ahead = stream, most_in_item, ahead
-
-    def __iter__(self) -> Iterator[_Item]:
-        info = get_worker_info()
-        assert info is not None
-        item: list[Packed] = []
-        sequences = self._stream.packed(info.id, info.num_workers)
-        try:
-            for item_size in _item_sizes(self._most_in_item):
-                item = []
-                for _ in range(item_size):
-                    if self._ahead is not None:
-                        self._ahead.wait(info.id)
-                    item.append(next(sequences))
-                    if self._ahead is not None:
-                        self._ahead.add(item[-1][2])
-                yield _pack(item), None
-        except HfdistError as error:
-            yield _pack(item) if item else None, error
-
-
-def _most_in_item(prefetch: int) -> int:
-    """No more than half of what is read ahead, so that one item is made while another is used."""
-    return min(max(prefetch // 2, _FIRST_ITEM), _LARGEST_ITEM)
-
-
-def _item_sizes(most: int) -> Iterator[int]:
-    size = min(_FIRST_ITEM, most)
-    while True:
-        yield size
-        size = min(2 * size, most)
-
-
-def _pack(item: list[Packed]) -> _Sent:
-    # Only tokens travel, in their narrow type: the rank makes positions and labels of them.
-    return [(lane, pool) for lane, pool, _ in item], bundle([sequence for _, _, sequence in item])
-
-
-def _unpack(item: _Item) -> Iterator[Packed]:
-    """Give what a worker sent; raises its error where the worker met it."""
-    sent, error = item
-    if sent is not None:
-        for (lane, pool), sequence in zip(sent[0], unbundle(sent[1]), strict=True):
-            yield lane, pool, sequence
-    if error is not None:
-        raise error
-
-
-def _shown(lanes: list[int]) -> str:
-    return ", ".join([*map(str, lanes[:_SHOWN_LANES]), *(["..."] if len(lanes) > _SHOWN_LANES else [])])
 
 
 def _make_plan(
@@ -676,7 +572,7 @@ def _identity(corpus: Corpus, encoders: Encoders, config: DataConfig, global_bat
     settings = [config.sequence_length, config.packing.value, config.seed, config.lanes]
     if config.too_long is not TooLong.split:
         settings.append(config.too_long.value)
-    if config.packing in (Packing.best_fit, Packing.auto):
+    if config.packing is Packing.best_fit:
         settings.append(RULE)
     tokens = encoders.digest(examples=corpus.has_examples)
     mixture = [
@@ -692,108 +588,3 @@ def _place(cursor: Cursor, lanes: list[int]) -> int:
     shares, next_lane = cursor.shares, cursor.next_lane
     before = list(range(cursor.num_lanes)) if shares is None else shares.lanes_of(shares.readers[next_lane])
     return lanes.index(next_lane) if lanes == before else 0
-
-
-_LOG_EVERY_SECONDS = 30.0
-_LOSSES = {
-    Status.too_long: "left out as too long",
-    Status.no_target: "left out without a target",
-    Status.bad: "left out as bad",
-    Status.empty: "empty",
-}
-
-
-def count_steps(
-    corpus: Corpus,
-    tokenizer: PreTrainedTokenizerBase,
-    config: DataConfig,
-    *,
-    global_batch_size: int,
-    at_most: int | None,
-    images: ImageTokens | None = None,
-) -> int:
-    """Count the global batches with a target, up to the end of a stream whose sources all have a limit of epochs.
-
-    All data are packed once, and the count is cached; the cache also keeps the tokens, for the run itself. Counting
-    stops at `at_most`. DataError: there is no batch with a target.
-    """
-    stream = TokenStream(corpus, tokenizer, config, global_batch_size=global_batch_size).read_images(images)
-    # The epochs, which end the stream, are not in its identity.
-    epochs = [pool.epochs for pool in corpus.pools]
-    settings = [stream.identity, epochs, corpus.local_fingerprint, global_batch_size, at_most]
-    path = cache_dir(config) / "steps" / f"{digest_of([2, *settings, sorted(corpus.quarantined)])}.json"
-    write_once(path, lambda file: file.writelines([str(_count(stream, global_batch_size, at_most)).encode()]))
-    num_steps = int(path.read_bytes())
-    if num_steps == 0:
-        where = ", ".join(f"data.sources.{name}" for name in corpus.source_names)
-        roles, hint = explain_no_targets(corpus, config)
-        found = f"{corpus.num_documents:,} documents, none with a target{f'; {roles}' if roles else ''}"
-        raise DataError("there is nothing to learn from", where=where, found=found, hint=hint)
-    return num_steps
-
-
-def _count(stream: TokenStream, global_batch_size: int, at_most: int | None) -> int:
-    logger.info("counting the steps, once: all data are tokenized and packed")
-    num_steps, logged = 0, time.monotonic()
-    stream.decodes = False
-    batches = iter(stream.loader(batch_size=global_batch_size))
-    while not stream.has_ended and num_steps != at_most:
-        num_steps += bool((next(batches)["labels"] != IGNORED).any())
-        if time.monotonic() - logged > _LOG_EVERY_SECONDS:
-            logged = time.monotonic()
-            logger.info("counted %d steps so far", num_steps)
-    batches.close()
-    return num_steps
-
-
-class PoolReport(NamedTuple):
-    """What a run has read of one pool of documents."""
-
-    name: str
-    sequences: int
-    share: float
-    """Share of all sequences."""
-    tokens: int
-    epochs: float
-    """Documents begun or passed over, divided by those that are there; the audit counts the same."""
-    num_documents: int
-    """Number of documents in the pool."""
-    filled: float
-    """Share of its sequences' places that held tokens."""
-
-
-def report(cursor: Cursor, plan: LanePlan) -> list[PoolReport]:
-    """Sum up a merged cursor, by pool."""
-    num_sequences = sum(progress.sequences for state in cursor.lanes.values() for progress in state.pools)
-    reports = []
-    for number, pool in enumerate(plan.pools):
-        counts = [state.pools[number][1:] for state in cursor.lanes.values()]
-        sequences, tokens, documents = (sum(column) for column in zip(*counts, strict=True))
-        epochs = documents / max(pool.num_documents, 1)
-        share, filled = sequences / max(num_sequences, 1), tokens / max(sequences * plan.shape.length, 1)
-        reports.append(PoolReport(pool.name, sequences, share, tokens, epochs, pool.num_documents, filled))
-    return reports
-
-
-def count_trained(ledger: Iterable[Records]) -> int:
-    """Count the documents in the records of all lanes that were trained on, wholly or in part; again in each epoch."""
-    begun = ((records["fate"] == Status.trained) & (records["first_token"] == 0) for records in ledger)
-    return sum(int(one.sum()) for one in begun)
-
-
-def describe_losses(ledger: Iterable[Records], config: DataConfig) -> str | None:
-    """Describe how many documents in the records of all lanes were cut or left out; None: none.
-
-    Documents of the held-out split do not count.
-    """
-    num_cut = 0
-    counts = dict.fromkeys(_LOSSES, 0)
-    for records in ledger:
-        for status in _LOSSES:
-            counts[status] += int((records["fate"] == status).sum())
-        begins = (records["fate"] == Status.trained) & (records["first_token"] == 0)
-        num_cut += int((begins & (records["of_tokens"] > config.longest_row)).sum())
-    if config.packing is not Packing.none and config.too_long is TooLong.split:
-        num_cut = 0
-    described = {f"cut to {config.sequence_length:,} tokens": num_cut} | {_LOSSES[one]: n for one, n in counts.items()}
-    return ", ".join(f"{count:,} {what}" for what, count in described.items() if count) or None

@@ -6,7 +6,6 @@ import json
 import re
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
-from itertools import accumulate
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -106,8 +105,7 @@ class ChatEncoder:
         if not sizes:
             return chat
         assert self._images is not None
-        found = re.finditer(re.escape(self._images.token), chat.text)
-        written = [Span(*one.span()) for one in found]
+        written = [Span(*one.span()) for one in re.finditer(re.escape(self._images.token), chat.text)]
         quoted = {span.start for span in chat.quoted}
         places = [span for span in written if span.start not in quoted]
         if len(places) != len(sizes):
@@ -121,12 +119,11 @@ class ChatEncoder:
             images.append(Span(length - len(expansion), length))
             last = span.end
         stops = [span.end for span in places]
-        grown = list(accumulate((len(new_span) for new_span in map(_letters, images)), initial=0))
-        old = list(accumulate((len(_letters(span)) for span in places), initial=0))
+        # By how much what follows so many images has moved.
+        shifts = [0, *(new.end - old.end for new, old in zip(images, places, strict=True))]
 
         def move(place: int) -> int:
-            before = bisect_right(stops, place)
-            return place + grown[before] - old[before]
+            return place + shifts[bisect_right(stops, place)]
 
         def moved(spans: Sequence[Span]) -> list[Span]:
             return [Span(move(start), move(end)) for start, end in spans]
@@ -135,6 +132,7 @@ class ChatEncoder:
         return chat._replace(text=text, targets=moved(chat.targets), quoted=moved(chat.quoted), images=images)
 
     def _render(self, messages: list[Message], tools: Tools, learned_from: int) -> Chat:
+        """Render a conversation with the places of images as the template writes them; see `render`."""
         if self._config.system is not None and messages[0]["role"] not in ("system", "developer"):
             messages = [{"role": "system", "content": self._config.system}, *messages]
             learned_from += 1
@@ -169,6 +167,7 @@ class ChatEncoder:
     def _find(
         self, messages: list[Message], tools: Tools, said: list[int], learned: list[int]
     ) -> tuple[str, list[Span]]:
+        """Give the text, and in it the turns to learn: of some templates marked by themselves, of others looked for."""
         if self._config.train_on is TrainOn.all:
             return self._template.render(messages, tools), []
         if not self._template.marks_turns(tools):
@@ -223,10 +222,6 @@ class ChatEncoder:
 def _any_of(texts: Iterable[str]) -> re.Pattern[str]:
     # Longer ones first, since some begin with others; without any: what never matches.
     return re.compile("|".join(map(re.escape, sorted(texts, key=len, reverse=True))) or "(?!)")
-
-
-def _letters(span: Span) -> range:
-    return range(span.start, span.end)
 
 
 def _overlaps(offsets: NDArray[np.int64], spans: Sequence[Span]) -> NDArray[np.bool_]:

@@ -13,6 +13,7 @@ from hfdist.data import label_tokens
 from hfdist.data.marks import Tokens
 from hfdist.data.sources.base import ContentError
 from hfdist.errors import ConfigError
+from hfdist.units import list_first
 
 _SHOWN_LABELS = 20
 _SEGMENTS = "token_type_ids"
@@ -108,11 +109,10 @@ class LabelEncoder:
         if isinstance(label, int) and 0 <= label < len(self._names):
             number = label
         if number is None:
-            shown = [*self._names[:_SHOWN_LABELS], *(["..."] if len(self._names) > _SHOWN_LABELS else [])]
             raise ContentError(
                 "the model has no such label",
                 found=repr(label),
-                allowed=f"{', '.join(shown)}; or 0 to {len(self._names) - 1}",
+                allowed=f"{list_first(self._names, _SHOWN_LABELS)}; or 0 to {len(self._names) - 1}",
                 hint="data.labels.names=[...] with all labels",
             )
         return number

@@ -14,6 +14,7 @@ from transformers.utils import logging
 from hfdist.config.task import SCORE, Head
 from hfdist.errors import ConfigError
 from hfdist.models.hub_client import reading_from_hub
+from hfdist.units import list_first
 
 _SCORE_PREFIX = f"{SCORE}."
 _POOLER_PREFIX = "pooler."
@@ -74,7 +75,7 @@ class NameDifferences:
             raise ConfigError(
                 f"{len(self.reshaped)} of its weights have other shapes than those of the model",
                 where=where,
-                found=(name, *_first(self.reshaped)),
+                found=(name, *list(self.reshaped)[:_SHOWN]),
                 hint="without model.config.*, and with as many data.labels.names as it has, they are the same",
             )
         if may_differ or not (self.missing or self.unexpected):
@@ -150,9 +151,5 @@ def _without_bar() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def _first(items: Collection[str]) -> list[str]:
-    return list(items)[:_SHOWN]
-
-
 def _listed(names: Collection[str]) -> str:
-    return f" ({', '.join(_first(names))}{', ...' if len(names) > _SHOWN else ''})" if names else ""
+    return f" ({list_first(names, _SHOWN)})" if names else ""

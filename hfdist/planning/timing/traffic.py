@@ -12,7 +12,7 @@ from hfdist.config.train import Precision, TrainConfig
 from hfdist.errors import ConfigError
 from hfdist.models.blocks import find_block_parts
 from hfdist.models.embeddings import input_embeddings
-from hfdist.models.experts import num_chosen_experts
+from hfdist.models.experts import is_of_experts, mixture_of, num_chosen_experts
 from hfdist.models.flops import attention_width, num_trained
 from hfdist.planning.costs import AxisTraffic
 from hfdist.strategies.base import Strategy
@@ -78,7 +78,7 @@ def step_sizes(
     parameters = dict(model.named_parameters())
     total = sum(p.numel() for p in parameters.values())
     blocks = list(_blocks(model))
-    experts = {name: p.numel() for name, p in parameters.items() if ".experts." in name}
+    experts = {name: p.numel() for name, p in parameters.items() if is_of_experts(name)}
     ends = input_embeddings(model), model.get_output_embeddings()
     embedding, head = (getattr(module, "weight", None) for module in ends)
     num_heads = getattr(config, "num_attention_heads", None) or 1
@@ -99,7 +99,7 @@ def step_sizes(
         trained_share=num_trained(model) / total,
         small=sum(p.numel() for p in parameters.values() if p.numel() <= _LARGEST_SMALL),
         experts=sum(experts.values()),
-        num_expert_blocks=len({name.partition(".experts.")[0] for name in experts}),
+        num_expert_blocks=len(set(map(mixture_of, experts))),
         chosen_experts=num_chosen_experts(config),
         tensor=TensorSizes() if tensor == 1 else _sizes_of_plan(model, plan or first_plan(model, tensor), tensor),
         weight_bytes=weight.element_size(),
@@ -127,9 +127,9 @@ def _sizes_of_plan(model: PreTrainedModel, plan: TensorPlan, num_ranks: int) -> 
         of_parents[name.removesuffix(".base_layer").rpartition(".")[0]].append(name)
         for own in split_dimensions(modules[name], style):
             divided[id(getattr(modules[name], own))] = getattr(modules[name], own).numel()
-    experts = {name.partition(".experts")[0] for name in plan.rules if ".experts" in name}
+    mixtures = {mixture_of(name) for name in plan.rules if ".experts" in name}
     for name, parameter in parameters.items():
-        if any(name.startswith(f"{block}.experts.") for block in experts):
+        if is_of_experts(name) and mixture_of(name) in mixtures:
             divided[id(parameter)] = parameter.numel()
     summed = gathered = read = calls = 0
     head = model.get_output_embeddings()
@@ -152,10 +152,10 @@ def _sizes_of_plan(model: PreTrainedModel, plan: TensorPlan, num_ranks: int) -> 
     return TensorSizes(
         divided=sum(divided.values()),
         embedded=hidden if LOOKED_UP in plan.layers.values() else 0,
-        summed=summed + len(experts) * hidden,
+        summed=summed + len(mixtures) * hidden,
         gathered=gathered,
-        summed_backward=read + len(experts) * hidden,
-        calls=calls + len(experts),
+        summed_backward=read + len(mixtures) * hidden,
+        calls=calls + len(mixtures),
     )
 
 

@@ -258,20 +258,3 @@ def fullest_pipeline(config: RunConfig, architecture: PreTrainedConfig, strategy
         optimizer = make_optimizer(config, whole, sets_up=False)
     groups = [[parameter.numel() for parameter in group["params"]] for group in optimizer.param_groups]
     return pipelines[rank_with_most_gradients(groups, strategy.topology.data)]
-
-
-def worst_rank(
-    config: RunConfig, architecture: PreTrainedConfig, *, world_size: int, device_type: str = "cpu"
-) -> RankTrace:
-    """Trace the rank with the most memory, among the stages of the `fullest_pipeline`.
-
-    Raises:
-        ConfigError: as of `trace_rank`.
-    """
-    topology, batch = plan_run(config, world_size=world_size)
-    strategy = select_strategy(config.strategy, config.train, topology=topology, batch=batch, device_type=device_type)
-    traces = [
-        trace_rank(config, architecture, world_size=world_size, rank=rank, device_type=device_type)
-        for rank in fullest_pipeline(config, architecture, strategy)
-    ]
-    return max(traces, key=lambda one: one.peak.use.total)

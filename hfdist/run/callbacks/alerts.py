@@ -7,6 +7,7 @@ import shutil
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import cached_property
+from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
@@ -55,16 +56,9 @@ class Alerts(TrainerCallback):
             hosts=record.hosts,
         )
 
-    def on_log(
-        self,
-        args: object,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: dict[str, float] | None = None,
-        **kwargs: object,
-    ) -> None:
+    def on_log(self, args: object, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Judge a line of training, of a save or of an upload."""
-        logs = logs or {}
+        logs: dict[str, float] = kwargs.get("logs") or {}
         is_save = "checkpoint/step" in logs
         if not is_save and "mirror/step" not in logs and "step_seconds" not in logs:
             return

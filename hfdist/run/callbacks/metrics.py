@@ -6,6 +6,7 @@ import logging
 import sys
 from collections.abc import Sequence
 from statistics import fmean
+from typing import Any
 
 from tqdm import tqdm
 from transformers import TrainerCallback, TrainerControl, TrainerState
@@ -42,20 +43,13 @@ _SHOWN = (
 class MetricsWriter(StepLines):
     """Writes training lines (with `loss`), evaluations (`eval_loss`), and what begins with one of `_WRITTEN`."""
 
-    def on_log(
-        self,
-        args: object,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: dict[str, float] | None = None,
-        **kwargs: object,
-    ) -> None:
+    def on_log(self, args: object, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Write a line.
 
         The line of a save or an upload is of the step that was saved, also where it has ended some steps later: a run
         that goes on from this step keeps it.
         """
-        logs = logs or {}
+        logs: dict[str, float] = kwargs.get("logs") or {}
         saved_step = logs.get("checkpoint/step", logs.get("mirror/step", state.global_step))
         if any(key in ("loss", "eval_loss") or key.startswith(_WRITTEN) for key in logs):
             self.write({"step": saved_step} | logs)
@@ -121,16 +115,10 @@ class ProgressBar(TrainerCallback):
         if self._bar is not None:
             self._bar.update(state.global_step - self._bar.n)
 
-    def on_log(
-        self,
-        args: object,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: dict[str, float] | None = None,
-        **kwargs: object,
-    ) -> None:
+    def on_log(self, args: object, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Show the newest figures."""
-        if self._bar is None or logs is None:
+        logs: dict[str, float] = kwargs.get("logs") or {}
+        if self._bar is None:
             return
         for key, label, form in _SHOWN:
             if logs.get(key) is not None:

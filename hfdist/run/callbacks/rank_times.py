@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable
 from pathlib import Path
 from statistics import fmean
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from transformers import TrainerControl, TrainerState, TrainingArguments
@@ -62,16 +62,10 @@ class RankTimes(StepLines):
         self._group, self._memory = control_group(), PeakMemory(args.device)
         self._summary = RankSummary(world_size())
 
-    def on_log(
-        self,
-        args: object,
-        state: TrainerState,
-        control: TrainerControl,
-        logs: dict[str, float] | None = None,
-        **kwargs: object,
-    ) -> None:
+    def on_log(self, args: object, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
         """Note the figures of this rank after a training line of the Trainer, which all ranks have alike."""
-        if "step_seconds" in (logs or {}):
+        logs: dict[str, float] = kwargs.get("logs") or {}
+        if "step_seconds" in logs:
             self._steps.append(state.global_step)
             figures = [*self._throughput.of_rank, self._memory.read()]
             self._figures.append([math.nan if value is None else value for value in figures])

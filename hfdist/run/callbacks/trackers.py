@@ -12,7 +12,7 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 from transformers.integrations.integration_utils import get_reporting_integration_callbacks
 
 from hfdist.config.run import RunConfig
-from hfdist.errors import HfdistError, first_line, printable
+from hfdist.errors import HfdistError, named_line, printable
 from hfdist.records.recorder import LONGEST_TEXT
 from hfdist.run.callbacks.tracker_runs import MLflowRun, TensorBoardRun, TrackioRun, WandbRun
 
@@ -86,7 +86,7 @@ class Trackers(TrainerCallback):
             yield
         except Exception as error:
             self._callbacks.pop(name, None)
-            what = printable(f"{type(error).__name__}: {first_line(error)}", LONGEST_TEXT)
+            what = printable(named_line(error), LONGEST_TEXT)
             logger.warning("no more reports to %s: %s", name, what)
 
 

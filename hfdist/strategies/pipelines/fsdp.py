@@ -6,7 +6,7 @@ then, too. Then gradients are reduced to shards.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from hfdist.pipeline.pipeline import Pipeline
 from hfdist.pipeline.split import SplitModel
 from hfdist.strategies.base import check_no_scalars
-from hfdist.strategies.engine import Batch, TrainerHooks, Value
+from hfdist.strategies.engine import Batch, TrainerHooks
 from hfdist.strategies.fsdp import ShardedEngine
 from hfdist.strategies.fsdp_units import shard_by_blocks
 from hfdist.strategies.parts import ModelParts
@@ -69,37 +69,10 @@ class PipelineFsdpEngine(ShardedEngine, PipelineEngine):
         self._end = self._begin_step()
         return super().forward_backward(batch, num_items, hooks)
 
-    def run_forwards(
-        self, batch: Batch, function: Callable[[nn.Module, Batch], torch.Tensor], hooks: TrainerHooks
-    ) -> None:
-        """See the base class."""
-        with self._gathered():
-            super().run_forwards(batch, function, hooks)
-
-    def forward(
-        self,
-        batch: Batch,
-        function: Callable[[nn.Module, Batch], Value],
-        hooks: TrainerHooks,
-        *,
-        as_whole: bool = False,
-    ) -> list[Value]:
-        """Run forwards through the stages."""
-        if as_whole and not self._writes_whole:
-            # Before stages are gathered for nothing.
-            return []
-        if self._pipeline is None:
-            with torch.no_grad():
-                self._pipeline = self._make_pipeline()
-        with self._gathered():
-            return super().forward(batch, function, hooks, as_whole=as_whole)
-
     @contextmanager
-    def _gathered(self) -> Iterator[None]:
-        """Gather the parameters for forwards alone, and free them."""
-        with torch.no_grad():
-            self._begin_step()
-            yield
+    def _for_forwards(self) -> Iterator[None]:
+        self._begin_step()
+        yield
         # Of a block that has not run, too.
         self._wait_for_gathered()
         self._reshard()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Hashable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import cached_property
 from itertools import chain
@@ -16,7 +16,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
-from hfdist.collectives import gather_json, is_planned
+from hfdist.collectives import first_problem, gather_json, is_planned
 from hfdist.config.batch import BatchPlan
 from hfdist.config.strategy import Schedule, StrategyConfig
 from hfdist.config.train import Compile, TrainConfig
@@ -176,7 +176,7 @@ class PipelineEngine(Engine):
         """See the base class: the schedule without its backwards."""
         assert self._pipeline is not None
         self._train_mode(True)
-        with torch.no_grad():
+        with torch.no_grad(), self._for_forwards():
             self._pipeline.forward_backward(self._split_batch(batch), function, hooks.router_loss)
 
     def forward(
@@ -190,24 +190,28 @@ class PipelineEngine(Engine):
         """Run forwards through the stages. Only the rank of the last stage has values; with `as_whole` all have."""
         if as_whole and not self._writes_whole:
             return []
-        if self._pipeline is None:
-            # Before training.
-            self._pipeline = self._make_pipeline()
-        self._train_mode(False)
         with torch.no_grad():
-            if as_whole:
-                values = [self._pipeline.call_whole(self._sharded(batch), function)]
-            else:
-                values = self._pipeline.forward(self._split_batch(batch), function)
+            if self._pipeline is None:
+                # Before training.
+                self._pipeline = self._make_pipeline()
+            self._train_mode(False)
+            with self._for_forwards():
+                if as_whole:
+                    values = [self._pipeline.call_whole(self._sharded(batch), function)]
+                else:
+                    values = self._pipeline.forward(self._split_batch(batch), function)
         return values if self._has_values else []
+
+    def _for_forwards(self) -> AbstractContextManager[None]:
+        """Have what forwards alone need, within the block and without gradients."""
+        return nullcontext()
 
     @cached_property
     def _writes_whole(self) -> bool:
         """Whether stages have caches of their own. A collective over all ranks the first time."""
         problem = None if self._io.carry == CARRIES[0] else f"{self._io.carry.describe()} travel between its stages"
         # Ranks of different machines must not disagree.
-        problems = gather_json(problem or find_generation_problem(self._split.model))
-        problem = next((found for found in problems if found is not None), None)
+        problem = first_problem(problem or find_generation_problem(self._split.model))
         if problem is not None and dist.get_rank() == 0:
             logger.warning("each new token is computed from all tokens before it, without a cache: %s", problem)
         return problem is None

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 
 from hfdist.tools.doctor.finding import ERROR, WARNING, Finding
+from hfdist.units import list_first
 
 SIZES_MIB = (1, 16)
 _LARGEST = str(SIZES_MIB[-1])
@@ -119,10 +120,9 @@ def _judge_dead(dead: Sequence[Pair]) -> list[Finding]:
         by_hosts.setdefault(pair.hosts, []).append(pair)
     found = []
     for (a, b), pairs in by_hosts.items():
-        names = ", ".join(f"{pair.ranks[0]}-{pair.ranks[1]}" for pair in pairs[:_NAMED_PAIRS])
-        more = f" and {len(pairs) - _NAMED_PAIRS} more" if len(pairs) > _NAMED_PAIRS else ""
+        names = list_first((f"{pair.ranks[0]}-{pair.ranks[1]}" for pair in pairs), _NAMED_PAIRS)
         place = f"on {a}" if a == b else f"on {a} and {b}"
-        text = f"ranks {names}{more} ({place}) cannot speak to each other: {pairs[0].error}"
+        text = f"ranks {names} ({place}) cannot speak to each other: {pairs[0].error}"
         if a == b:
             hint = "free the machine's memory and ports; NCCL_DEBUG=INFO tells more of NCCL"
         else:

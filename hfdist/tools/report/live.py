@@ -19,7 +19,7 @@ from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
-from hfdist.errors import ConfigError, first_line
+from hfdist.errors import ConfigError, named_line
 from hfdist.tools.report.page import page, parts
 from hfdist.tools.report.reading.run_files import RunFiles
 
@@ -79,7 +79,7 @@ class LivePage:
             try:
                 self.refresh()
             except Exception as error:
-                words = f"warning: the page stays as it was: {type(error).__name__}: {first_line(error)}\n"
+                words = f"warning: the page stays as it was: {named_line(error)}\n"
                 if words != said:
                     sys.stderr.write(words)
                 said = words
@@ -152,8 +152,8 @@ class Server(ThreadingHTTPServer):
     def handle_error(self, request: object, client_address: object) -> None:
         """Write other errors than that of a browser that has gone, in one line."""
         error = sys.exception()
-        if not isinstance(error, OSError):
-            sys.stderr.write(f"warning: the page cannot be sent: {type(error).__name__}: {error}\n")
+        if error is not None and not isinstance(error, OSError):
+            sys.stderr.write(f"warning: the page cannot be sent: {named_line(error)}\n")
 
 
 class _Handler(BaseHTTPRequestHandler):

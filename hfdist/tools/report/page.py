@@ -18,7 +18,7 @@ from hfdist.tools.report import compare, curves, figures, plan, rollouts, run_he
 from hfdist.tools.report.drawing.chart import colour
 from hfdist.tools.report.reading.run_files import RunFiles
 from hfdist.tools.report.text import escaped
-from hfdist.units import count
+from hfdist.units import count, list_first
 
 _PARTS: dict[str, Callable[[RunFiles], str]] = {
     "plan": plan.plan,
@@ -97,7 +97,7 @@ def page(runs: Sequence[RunFiles], html_of: dict[str, str], *, events: str | Non
         f"default-src 'none'; style-src '{_hash(style)}'; script-src '{_hash(script)}'; img-src data:; "
         f"connect-src {hears}; base-uri 'none'; form-action 'none'"
     )
-    names = ", ".join(run.name for run in runs[:4]) + (" ..." if len(runs) > 4 else "")
+    names = list_first((run.name for run in runs), 4)
     body = "".join(f'<section id="{name}">{html}</section>' for name, html in html_of.items())
     live = "" if events is None else f' data-events="{escaped(events)}"'
     written = f"written {datetime.now(UTC):%Y-%m-%d %H:%M} UTC"

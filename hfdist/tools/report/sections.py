@@ -12,7 +12,7 @@ from hfdist.tools.report.reading.rank_steps import PARTS
 from hfdist.tools.report.reading.run_files import RunFiles
 from hfdist.tools.report.text import escaped, escaped_lines, instant, number, wide_table
 from hfdist.tools.report.time_line import time_line
-from hfdist.units import count, duration, share, short, size
+from hfdist.units import count, duration, list_first, share, short, size
 
 _MOST_SAVES = 12
 _MOST_AXES = 12
@@ -160,8 +160,7 @@ def details(run: RunFiles) -> str:
         rows.append(("layout", describe_layout(record.layout)))
     rows.append(("ranks", str(record.processes)))
     if isinstance(record.hosts, list) and record.hosts:
-        hosts = [str(host) for host in dict.fromkeys(map(str, record.hosts))]
-        rows.append(("hosts", ", ".join(hosts[:16]) + (f" and {len(hosts) - 16} more" if len(hosts) > 16 else "")))
+        rows.append(("hosts", list_first(dict.fromkeys(map(str, record.hosts)), 16)))
     began, last = instant(record.started), instant(record.updated)
     if began is not None and last is not None:
         rows.append(("this start", f"{began:%Y-%m-%d %H:%M:%S} to {last:%Y-%m-%d %H:%M:%S} UTC, number {record.start}"))

@@ -17,7 +17,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from transformers.utils.hub import cached_file
 
 from hfdist.checkpoint.piece import Piece
-from hfdist.errors import CheckpointError, ConfigError, first_line
+from hfdist.errors import CheckpointError, ConfigError, first_line, named_line
 from hfdist.models.adapter import NAME
 from hfdist.models.cache_use import set_use_cache
 from hfdist.models.embeddings import scores_sequences
@@ -47,7 +47,7 @@ def check_adapter_names(model: nn.Module) -> None:
     try:
         names = _names_in_files(model)
     except (KeyError, ValueError, AttributeError, TypeError) as error:
-        what = f"PEFT cannot name what it would save of this adapter: {type(error).__name__}: {first_line(error)}"
+        what = f"PEFT cannot name what it would save of this adapter: {named_line(error)}"
         raise ConfigError(what, where="adapter", hint="adapter=lora") from error
     for name, parameter in model.named_parameters():
         if parameter.requires_grad and name not in names and not is_of_value_head(name):

@@ -11,7 +11,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from hfdist.errors import first_line
+from hfdist.errors import named_line
 
 # The harness is optional, and so imported where it runs.
 
@@ -55,5 +55,5 @@ if __name__ == "__main__":
         answer = {"answer": functions[sys.argv[1]](**json.loads(sys.argv[2]))}
     except Exception as error:  # whatever the harness raises
         traceback.print_exc()
-        answer = {"error": f"{type(error).__name__}: {first_line(error)}"}
+        answer = {"error": named_line(error)}
     Path(sys.argv[3]).write_text(json.dumps(answer, default=str), encoding="utf-8")

@@ -14,6 +14,7 @@ from hfdist.errors import NumericsError, printable
 from hfdist.records import RunFolder
 from hfdist.trainer.fault_tolerance.skip_counter import SkipCounter, Skipped
 from hfdist.trainer.training import Training
+from hfdist.units import list_first
 
 _MOST_NAMES = 4
 """Documents that a message names; the audit shows the others."""
@@ -23,8 +24,7 @@ def too_many_skipped(training: Training, counter: SkipCounter) -> NumericsError:
     """Give the error of a run that has skipped too many steps in a row. A collective."""
     skipped = counter.skipped
     names = on_rank_zero(lambda: _name_documents(training, skipped[0]))
-    more = f" and {len(names) - _MOST_NAMES:,} more" if len(names) > _MOST_NAMES else ""
-    read = [f"it read {', '.join(names[:_MOST_NAMES])}{more}"] if names else []
+    read = [f"it read {list_first(names, _MOST_NAMES)}"] if names else []
     run = shlex.quote(f"run={training.args.output_dir}")
     audit = f"python recipes/audit.py {run} step={skipped[0].step}"
     look = f"{audit} shows the documents; {quarantine(names[:_MOST_NAMES])} takes some out; or " if names else ""

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import nn
 from transformers import PreTrainedModel
 
-from hfdist.collectives import device_of, gather_json, world_size
+from hfdist.collectives import device_of, first_problem, world_size
 from hfdist.models.cache_check import find_cache_problem
 from hfdist.strategies.engine import Batch, Forward
 from hfdist.strategies.held import is_partitioned
@@ -111,10 +111,8 @@ def can_generate(model: PreTrainedModel, topology: Topology) -> bool:
     if topology.context > 1 or topology.pipeline > 1:
         return topology.context == 1
     if model not in _TRIED:
-        problem = find_cache_problem(model)
-        if dist.is_initialized():
-            # Ranks of different machines must not disagree.
-            problem = next((found for found in gather_json(problem) if found is not None), None)
+        # Ranks of different machines must not disagree.
+        problem = first_problem(find_cache_problem(model))
         if problem is not None and topology.is_main:
             logger.warning("each new token is computed from all tokens before it, without a cache: %s", problem)
         _TRIED[model] = problem is None

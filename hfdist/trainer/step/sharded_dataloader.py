@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Protocol
+from itertools import chain, cycle, islice
+from typing import Any, Protocol, cast
 
 import torch
 from accelerate import Accelerator
@@ -19,6 +20,7 @@ from torch.utils.data import BatchSampler, DataLoader, Dataset, IterableDataset
 
 from hfdist.data.packing.sequence import IGNORED
 from hfdist.models.routers import COUNTED
+from hfdist.strategies.engine import Batch
 from hfdist.topology import Topology
 from hfdist.trainer.step.global_batches import Collate, GlobalBatches, Share, as_it_is
 from hfdist.trainer.step.loss import NUM_ROWS, ignored_like
@@ -123,6 +125,14 @@ def without_targets(batch: object, label_names: Collection[str]) -> object:
         if isinstance(labels, torch.Tensor) and labels.ndim > 0:
             changed[name] = ignored_like(labels)
     return {**batch, **changed}
+
+
+def fill_up_step(samples: list[Batch], num_microbatches: int, label_names: Collection[str] | None) -> list[Batch]:
+    """Fill up the last step of a loader without a length, if it ended within; `label_names` is as in `Dealing`."""
+    if not 0 < len(samples) < num_microbatches:
+        return samples
+    fill = samples if label_names is None else [cast(Batch, without_targets(samples[0], label_names))]
+    return list(islice(chain(samples, cycle(fill)), num_microbatches))
 
 
 def _ignored(labels: object) -> object:

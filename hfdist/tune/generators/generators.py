@@ -100,8 +100,8 @@ class Generators(TrainerCallback):
         """Whether this rank is connected to the broker."""
         self._asked: set[int] = set()
         """Numbers of the prompts that generators have got."""
-        self._used = [0.0, 0.0, 0.0]
-        """Prompts with answers since the last reading, the sum of their staleness, and the most of it."""
+        self._staleness: list[int] = []
+        """Steps by which each answer was old, since the last reading."""
         self._wait_seconds = 0.0
         self._read_seconds, self._read_tokens, self._read_thrown_away = time.monotonic(), 0, 0
 
@@ -290,22 +290,21 @@ class Generators(TrainerCallback):
     def _write_down(self, step: int, used: Sequence[list[int]]) -> None:
         for group, (number, version) in enumerate(used):
             self.ledger.write({"step": step + 1, "number": number, "group": group, "version": version})
-            staleness = step - version
-            self._used = [self._used[0] + 1, self._used[1] + staleness, max(self._used[2], staleness)]
+            self._staleness.append(step - version)
 
     # ---- figures ----
 
     def figures(self) -> dict[str, float]:
         """Give what has happened since the last call; some of it on rank 0 alone."""
-        (count, staleness, most), now = self._used, time.monotonic()
+        staleness, now = self._staleness, time.monotonic()
         figures = {"answer_wait_seconds": self._wait_seconds}
-        if count:
-            figures |= {"staleness": staleness / count, "staleness_max": most}
+        if staleness:
+            figures |= {"staleness": sum(staleness) / len(staleness), "staleness_max": float(max(staleness))}
         if self._broker is not None:
             tokens, thrown_away = self._broker.num_tokens, self._broker.num_thrown_away
             seconds = max(now - self._read_seconds, 1e-9)
             figures["generator_tokens_per_second"] = (tokens - self._read_tokens) / seconds
             figures["answers_thrown_away"] = thrown_away - self._read_thrown_away
             self._read_tokens, self._read_thrown_away = tokens, thrown_away
-        self._used, self._wait_seconds, self._read_seconds = [0.0, 0.0, 0.0], 0.0, now
+        self._staleness, self._wait_seconds, self._read_seconds = [], 0.0, now
         return figures

@@ -15,7 +15,7 @@ from hfdist.config.batch import IGNORED
 from hfdist.config.checks.preflight import plan_run
 from hfdist.config.run import RunConfig
 from hfdist.config.task import Head
-from hfdist.errors import ConfigError, HfdistError, first_line
+from hfdist.errors import ConfigError, HfdistError, first_line, named_line
 from hfdist.models import TrainableParameters, build_model
 from hfdist.models.loss import choose_loss
 from hfdist.models.probing import loss_of_states
@@ -88,7 +88,7 @@ def _be_rank(config: RunConfig, architecture: PreTrainedConfig) -> list[Step]:
     except HfdistError:
         raise
     except Exception as error:  # whatever a model or a library raises
-        raise ConfigError(_WHAT, found=f"{type(error).__name__}: {first_line(error)}") from error
+        raise ConfigError(_WHAT, found=named_line(error)) from error
 
 
 def _train(config: RunConfig, architecture: PreTrainedConfig) -> list[Step]:

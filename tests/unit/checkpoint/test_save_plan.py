@@ -4,10 +4,11 @@ import pytest
 import torch
 
 from hfdist.checkpoint.piece import NUMBER, STEP, WEIGHT, Piece
-from hfdist.checkpoint.regions import CHUNK_BYTES, Region, balance_by_bytes, list_first, merge_specs
+from hfdist.checkpoint.regions import CHUNK_BYTES, Region, balance_by_bytes, merge_specs
 from hfdist.checkpoint.safetensors_io import TensorSpec
 from hfdist.checkpoint.save_plan import Planner, pack_files
 from hfdist.errors import CheckpointError, NumericsError
+from hfdist.units import list_first
 from tests.unit.checkpoint.pieces import plan_writes, whole
 
 

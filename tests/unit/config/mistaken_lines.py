@@ -291,6 +291,8 @@ LINES = [
     f"{REWARDED} task.generators_port=29700 model.trust_remote_code=true",
     f"{REWARDED} task.server=vllm",
     f"{REWARDED} task.server=vllm task.server_addresses=[127.0.0.1:8000]",
+    f"{SERVED[:-1]}{',http://127.0.0.1:1' * 64}]",
+    f"{SERVED} task.answer_seconds=1e6",
     f"{REWARDED} task.server=vllm task.server_addresses=[http://user@127.0.0.1:8000]",
     f"{REWARDED} task.server_addresses=[http://127.0.0.1:8000]",
     f"{REWARDED} task.server_key_variable=VLLM_API_KEY task.server_addresses=[http://127.0.0.1:8000]",

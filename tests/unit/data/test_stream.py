@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 from hfdist.config.data import Packing, WeightChange
 from hfdist.data import Cursor, TokenStream, build_held_out, count_steps, open_corpus, report
 from hfdist.data.order.records import Status
-from hfdist.data.stream import token_stream
+from hfdist.data.stream import read_ahead
 from hfdist.data.stream.worker_deaths import WorkerRegistry, system_memory
 from hfdist.data.tokenization.text_encoder import Encoder, text_digest
 from hfdist.errors import CheckpointError, ConfigError, DataError, ResourceError
@@ -124,13 +124,23 @@ def test_single_documents_come_with_a_mask_and_are_filled_up_to_the_longest_of_t
     assert lengths.max() <= batch["input_ids"].shape[1] < lengths.max() + 8
 
 
+def test_auto_is_settled_by_the_stream(tmp_path):
+    streams = [
+        TokenStream(memory_corpus(config), tokenizer(), config)
+        for config in (memory_config(tmp_path, packing=one) for one in (Packing.auto, Packing.best_fit))
+    ]
+    assert streams[0].config == streams[1].config
+    assert streams[0].identity == streams[1].identity
+    assert_equal(*(next(iter(stream.loader(batch_size=4))) for stream in streams))
+
+
 def test_what_loader_processes_inherit_is_kept_out_of_their_garbage_collections(tmp_path, monkeypatch):
     def count(item):
         (tmp_path / "frozen").write_text(str(gc.get_freeze_count()))
         return item
 
     # torch calls it in the loader process.
-    monkeypatch.setattr(token_stream, "keep_arrays", count)
+    monkeypatch.setattr(read_ahead, "keep_arrays", count)
     config = memory_config(tmp_path, workers=1)
     # Whatever other tests have done in this process.
     gc.unfreeze()

@@ -7,9 +7,10 @@ from torch import nn
 from hfdist.config.composition.compose import compose_config
 from hfdist.errors import ConfigError
 from hfdist.models import find_architecture
-from hfdist.planning.tracing.memory import trace_rank, worst_rank
+from hfdist.planning.tracing.memory import trace_rank
 from hfdist.strategies.deepspeed.buckets import rank_with_most_gradients
 from tests.marks import many
+from tests.worst_rank import worst_rank
 
 
 def trace(*overrides, layers=1, world_size=2, device_type="cpu"):

@@ -18,13 +18,14 @@ from hfdist.planning.searching.constants import MODES
 from hfdist.planning.searching.evaluate import Evaluator, Machines
 from hfdist.planning.searching.formulas import even_loads, peak, rank_costs, rank_sizes
 from hfdist.planning.searching.search import measure
-from hfdist.planning.tracing.memory import trace_rank, worst_rank
+from hfdist.planning.tracing.memory import trace_rank
 from hfdist.strategies.base import Strategy
 from hfdist.strategies.deepspeed.zero import ZeroStrategy
 from hfdist.strategies.fsdp import FsdpStrategy
 from hfdist.strategies.step_memory import ShardFractions
 from tests.marks import many
 from tests.unit.planning.models import BLOCK, make_constants
+from tests.worst_rank import worst_rank
 
 FP32 = (
     "model=tiny",

@@ -14,8 +14,9 @@ from hfdist.planning.describe import describe_plan
 from hfdist.planning.make_plan import make_plan
 from hfdist.planning.searching.evaluate import Evaluator, Machines
 from hfdist.planning.searching.search import measure
-from hfdist.planning.tracing.memory import trace_rank, worst_rank
+from hfdist.planning.tracing.memory import trace_rank
 from tests.marks import many
+from tests.worst_rank import worst_rank
 
 LENGTH, MICRO_BATCH = 128, 2
 STUDENT = "{hidden_size: 64, intermediate_size: 128, num_hidden_layers: 4, num_attention_heads: 4, vocab_size: 1024}"

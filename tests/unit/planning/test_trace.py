@@ -11,10 +11,11 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from hfdist.config.composition.compose import compose_config
 from hfdist.models import find_architecture
-from hfdist.planning.tracing.memory import trace_rank, worst_rank
+from hfdist.planning.tracing.memory import trace_rank
 from hfdist.planning.tracing.trace import GRADIENTS, WEIGHTS, Trace
 from hfdist.strategies.traffic import Phase
 from tests.unit.tiny import llama
+from tests.worst_rank import worst_rank
 
 MIB = 2**20
 

@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnection
 from urllib.parse import urlsplit
 
-from hfdist.errors import first_line, printable
+from hfdist.errors import named_line, printable
 from hfdist.messages.message import Message, NotAMessageError, read_json
 from hfdist.secrets import MASK
 
@@ -93,7 +93,7 @@ class JsonClient:
                 raise TimeoutError
         except (OSError, HTTPException) as error:
             late = time.monotonic() - begin >= seconds
-            raise NoAnswerError(f"no whole answer in {seconds:g} s" if late else _describe(error)) from error
+            raise NoAnswerError(f"no whole answer in {seconds:g} s" if late else named_line(error)) from error
         finally:
             connection.close()
         if answer.status != 200:
@@ -118,10 +118,6 @@ def as_message(value: object) -> Message:
     if not isinstance(value, dict):
         raise NotAMessageError("it is no object")
     return Message(value)
-
-
-def _describe(error: Exception) -> str:
-    return f"{type(error).__name__}: {first_line(error)}"
 
 
 @contextmanager

@@ -22,7 +22,7 @@ from hfdist.tune.generators.answer_check import AnswerCheck
 from hfdist.tune.generators.answers import write_answers
 from hfdist.tune.generators.messages import Link
 from hfdist.tune.generators.servers.choose import FAILURES, failure, open_server
-from hfdist.tune.generators.servers.http_client import NoAnswerError, as_message
+from hfdist.tune.generators.servers.http_client import NoAnswerError, StatusError, as_message
 from hfdist.tune.generators.servers.server import Completion, Server
 from hfdist.tune.generators.serving import serve
 from hfdist.tune.generators.settings import Settings
@@ -31,6 +31,8 @@ from hfdist.tune.generators.versions import version_files
 _AT_ONCE = 64
 """Prompts that a server gets at once."""
 _RETRY_SECONDS = 1.0
+_STARTING = (502, 503, 504)
+"""Statuses of a server that is not ready, and of a proxy in front of one that is not there."""
 
 
 class ServedGenerator:
@@ -102,7 +104,7 @@ def serve_by_server(settings: Settings, policy: Path, index: int, *, start: str,
     address = task.server_addresses[index]
     server = open_server(settings.config, address, settings.limits)
     try:
-        _wait(server, task.answer_seconds)
+        wait_for(server, task.answer_seconds)
         serve(ServedGenerator(settings, policy, server, start), broker)
     except (*FAILURES, HfdistError) as error:
         made = failure(address, error)
@@ -110,14 +112,15 @@ def serve_by_server(settings: Settings, policy: Path, index: int, *, start: str,
         sys.exit(made.exit_code)
 
 
-def _wait(server: Server, seconds: float) -> None:
+def wait_for(server: Server, seconds: float) -> None:
     """Wait for a server that is being started again."""
     deadline = time.monotonic() + seconds
     while True:
         try:
             server.check()
             return
-        except NoAnswerError:
-            if time.monotonic() > deadline:
+        except (NoAnswerError, StatusError) as error:
+            is_starting = isinstance(error, NoAnswerError) or error.status in _STARTING
+            if not is_starting or time.monotonic() > deadline:
                 raise
             time.sleep(_RETRY_SECONDS)

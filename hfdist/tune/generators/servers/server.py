@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple, Protocol
+from typing import ClassVar, NamedTuple
 
 from hfdist.config.task import TaskConfig
 from hfdist.errors import ConfigError
@@ -27,25 +28,6 @@ class Completion(NamedTuple):
     """The one that ended it included."""
     log_probabilities: list[float]
     """Of each token, when it was drawn, at `task.temperature` over all tokens."""
-
-
-class Server(Protocol):
-    """A server of one address. Each call raises what `JsonClient.post` does."""
-
-    def check(self) -> None:
-        """Raise a ConfigError if the server is there, and cannot serve this run."""
-
-    def version(self) -> str:
-        """Give the name of the weights that the server has; one that nobody has named has a name of its own."""
-
-    def load(self, folder: Path, name: str) -> None:
-        """Let the server read its weights from a Hub folder, and name them. No answer mixes two weights."""
-
-    def complete(self, prompt: Sequence[int], seeds: Sequence[int]) -> list[Completion]:
-        """Give an answer for each seed.
-
-        NotAMessageError: what comes is none, or the prompt was changed. `answer_check` looks at the tokens.
-        """
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,20 +61,57 @@ class Request:
         return 2**20 + _BYTES_OF_TOKEN * num_answers * (num_prompt_tokens + self.max_new_tokens)
 
 
-def read_model(client: JsonClient, needed_tokens: int) -> str:
-    """Give the name of a server's model; ConfigError: it reads fewer tokens than the run needs."""
-    models = client.get("/v1/models", seconds=CHECK_SECONDS).list("data")
-    if not models:
-        raise NotAMessageError("the server has no model")
-    # The first one is the model itself; adapters follow.
-    model = as_message(models[0])
-    most = model.get("max_model_len")
-    if isinstance(most, int) and most < needed_tokens:
-        raise ConfigError(
-            "the server's model reads fewer tokens than a prompt and its answer may have",
-            where="task.server_addresses",
-            found=f"{client.address}: {most:,} tokens",
-            allowed=f"{needed_tokens:,} or more: data.sequence_length + task.max_new_tokens",
-            hint=f"start the server with a context of {needed_tokens} tokens",
-        )
-    return model.text("id")
+class Server(ABC):
+    """A server of one address. Each call raises what `JsonClient.post` does.
+
+    Args:
+        client: of its address.
+        request: what the run asks for.
+    """
+
+    _version_path: ClassVar[str]
+    """Where the server names its weights."""
+
+    def __init__(self, client: JsonClient, request: Request) -> None:
+        self._client, self._request = client, request
+        self._seconds = request.task.answer_seconds
+        self._model = ""
+        """The name under which the server has its model."""
+
+    def check(self) -> None:
+        """Raise a ConfigError if the server is there, and cannot serve this run."""
+        models = self._client.get("/v1/models", seconds=CHECK_SECONDS).list("data")
+        if not models:
+            raise NotAMessageError("the server has no model")
+        # The first one is the model itself; adapters follow.
+        model = as_message(models[0])
+        most, needed = model.get("max_model_len"), self._request.needed_tokens
+        if isinstance(most, int) and most < needed:
+            raise ConfigError(
+                "the server's model reads fewer tokens than a prompt and its answer may have",
+                where="task.server_addresses",
+                found=f"{self._client.address}: {most:,} tokens",
+                allowed=f"{needed:,} or more: data.sequence_length + task.max_new_tokens",
+                hint=f"start the server with a context of {needed} tokens",
+            )
+        self._model = model.text("id")
+        self._check_endpoints()
+
+    def _check_endpoints(self) -> None:
+        """Raise a ConfigError if the server lacks what a run needs besides a model."""
+        self.version()
+
+    def version(self) -> str:
+        """Give the name of the weights that the server has; one that nobody has named has a name of its own."""
+        return str(self._client.get(self._version_path, seconds=CHECK_SECONDS).get("weight_version"))
+
+    @abstractmethod
+    def load(self, folder: Path, name: str) -> None:
+        """Let the server read its weights from a Hub folder, and name them. No answer mixes two weights."""
+
+    @abstractmethod
+    def complete(self, prompt: Sequence[int], seeds: Sequence[int]) -> list[Completion]:
+        """Give an answer for each seed.
+
+        NotAMessageError: what comes is none, or the prompt was changed. `answer_check` looks at the tokens.
+        """

@@ -12,30 +12,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hfdist.messages.message import NotAMessageError
-from hfdist.tune.generators.servers.http_client import JsonClient, as_message
-from hfdist.tune.generators.servers.server import CHECK_SECONDS, SEEDS, Completion, Request, read_model
+from hfdist.tune.generators.servers.http_client import as_message
+from hfdist.tune.generators.servers.server import SEEDS, Completion, Server
 
 
-class SGLang:
-    """Asks the server.
+class SGLang(Server):
+    """Asks the server."""
 
-    Args:
-        client: of its address.
-        request: what the run asks for.
-    """
-
-    def __init__(self, client: JsonClient, request: Request) -> None:
-        self._client, self._request = client, request
-        self._seconds = request.task.answer_seconds
-
-    def check(self) -> None:
-        """See `Server`."""
-        read_model(self._client, self._request.needed_tokens)
-        self.version()
-
-    def version(self) -> str:
-        """See `Server`."""
-        return str(self._client.get("/model_info", seconds=CHECK_SECONDS).get("weight_version"))
+    _version_path = "/model_info"
 
     def load(self, folder: Path, name: str) -> None:
         """See `Server`. If the server cannot read them, it keeps the weights before, and their name."""

@@ -13,30 +13,19 @@ from pathlib import Path
 
 from hfdist.errors import ConfigError
 from hfdist.messages.message import Message, NotAMessageError
-from hfdist.tune.generators.servers.http_client import JsonClient, StatusError, as_message
-from hfdist.tune.generators.servers.server import CHECK_SECONDS, SEEDS, Completion, Request, read_model
+from hfdist.tune.generators.servers.http_client import StatusError, as_message
+from hfdist.tune.generators.servers.server import CHECK_SECONDS, SEEDS, Completion, Server
 
 _LOADING = "hfdist-loading"
 """Name of the weights while they are read: if that fails, they are no version's."""
 
 
-class Vllm:
-    """Asks the server.
+class Vllm(Server):
+    """Asks the server."""
 
-    Args:
-        client: of its address.
-        request: what the run asks for.
-    """
+    _version_path = "/weight_info"
 
-    def __init__(self, client: JsonClient, request: Request) -> None:
-        self._client, self._request = client, request
-        self._seconds = request.task.answer_seconds
-        self._model = ""
-        """The name under which the server has its model."""
-
-    def check(self) -> None:
-        """See `Server`."""
-        self._model = read_model(self._client, self._request.needed_tokens)
+    def _check_endpoints(self) -> None:
         try:
             self.version()
             info = self._client.get("/server_info?config_format=json", seconds=CHECK_SECONDS)
@@ -61,10 +50,6 @@ class Vllm:
                 allowed=wanted,
                 hint=f"start the server with --logprobs-mode {wanted}",
             )
-
-    def version(self) -> str:
-        """See `Server`."""
-        return str(self._client.get("/weight_info", seconds=CHECK_SECONDS).get("weight_version"))
 
     def load(self, folder: Path, name: str) -> None:
         """See `Server`."""
