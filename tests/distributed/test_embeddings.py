@@ -99,7 +99,7 @@ def check_equal(run, reference):
         many("last", "zero3", 2),
         many("last", "tensor train.micro_batch_size=4", 2),
         ("last", "pipeline", 2),
-        ("mean", "fsdp2 train.micro_batch_size=1", 2),
+        many("mean", "fsdp2 train.micro_batch_size=1", 2),
         ("short", "zero3 train.micro_batch_size=1", 2),
         many("mean", "pipeline strategy.schedule=zbv", 2),
         many("mean", "tensor", 2),

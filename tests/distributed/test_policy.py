@@ -102,7 +102,7 @@ def train_on_answers(folder, model, config, task, arguments):
 
 
 # The others' losses and gradients are in test_policy_beside_trl.py.
-@pytest.mark.parametrize("loss", [name if name in ("gspo alone", "rloo") else many(name) for name in LIKE_TRL])
+@pytest.mark.parametrize("loss", [name if name == "gspo alone" else many(name) for name in LIKE_TRL])
 def test_losses_and_weights_are_those_of_trl(single, tmp_path, policy, sums, loss):
     run, task = single(loss), LOSSES[loss][0]
     config = make_config(tmp_path / "read", policy, sums, f"task={task}", *policy_runs.COMMON)
