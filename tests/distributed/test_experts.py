@@ -167,8 +167,8 @@ def adding_up():
     parallel_plans.check_plans = lambda *arguments: None
 
 
-# What counts all is the mistake of test_tensor.py.
-@pytest.mark.parametrize("spoil", [many(counting_experts_of_one_rank), many(counting_all), adding_up])
+@pytest.mark.many  # as those of test_tensor.py
+@pytest.mark.parametrize("spoil", [counting_experts_of_one_rank, counting_all, adding_up])
 def test_a_wrong_norm_or_gradient_shows(single, tmp_path, spoil):
     _, (reference, _) = single
     ours, _ = run_ranks(train, 2, tmp_path, {"expert": 2}, spoil)[0]

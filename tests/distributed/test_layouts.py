@@ -63,6 +63,7 @@ def test_same_losses_and_weights_as_one_process(single, tmp_path, strategy, num_
         assert (theirs[name] - reference).norm() / reference.norm() < 1e-5, name
 
 
+@pytest.mark.many  # how far two runs may differ is in tests/unit/test_parity.py
 def test_the_comparison_can_fail(single, tmp_path):
     """Another seed of the weights must show: otherwise the tests above prove nothing."""
     run = train(tmp_path, 1, "single", "train.seed=1")
