@@ -151,7 +151,8 @@ def test_the_others_go_on_where_an_island_dies_and_it_comes_back(tmp_path, stale
             island.kill()
     assert ends == [None, None]
     steps = [line["step"] for line in read_lines(RunFolder(last).metrics) if "loss" in line]
-    # It begins where the other one is.
-    assert steps == list(range(9, 13))
+    # It begins where the other one is, which may go on by what it may be stale until this one has entered.
+    last_begin = {"0": 9, "1": 10, "null": 12}[staleness]
+    assert steps in [list(range(begin, 13)) for begin in range(9, last_begin + 1)]
     if staleness == "0":
         assert difference(weights(going.folder), weights(last)) == 0
