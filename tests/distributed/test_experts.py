@@ -254,7 +254,7 @@ def refusals():
 
 
 def test_what_would_be_wrong_is_refused():
-    """Experts that ranks do not divide, with the numbers that fit; none; and a dispatch by the first wrong parameter."""
+    """Experts that ranks do not divide, with the numbers that fit; none; a dispatch, by the first wrong parameter."""
     for number, without, wrong in run_ranks(refusals, 2):
         assert (number.where, number.allowed) == ("strategy.expert", "1, 5")
         assert number.found == "2, and 5 experts in model.layers.0.mlp.experts"
