@@ -4,6 +4,7 @@ import pytest
 
 from tests.huge_pages import use_huge_pages
 from tests.imports import import_all
+from tests.quick_probes import quick_probes
 
 
 @pytest.fixture(scope="session", autouse=True)
@@ -13,6 +14,19 @@ def imported():
 
 @pytest.fixture(scope="module", autouse=True)
 def reads_little(short_library): ...
+
+
+@pytest.fixture(scope="session")
+def asked(tmp_path_factory):
+    return tmp_path_factory.mktemp("asked")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def asks_once(request, asked):
+    with pytest.MonkeyPatch.context() as patch:
+        if not getattr(request.module, "ASKS_ANEW", False):
+            quick_probes(patch, asked)
+        yield
 
 
 @pytest.fixture(scope="module", autouse=True)

@@ -15,10 +15,10 @@ from hfdist.planning.tracing.memory import trace_rank
 from hfdist.strategies.engine import Engine
 from hfdist.strategies.gradients.reduction import local_tensor
 from hfdist.strategies.select import make_strategy
-from hfdist.testing import run_ranks
+from hfdist.testing import forget_parent, run_ranks
 from hfdist.verify.certificate import BOUNDS, compare_runs
 from tests.distributed.runs import eval_losses, losses, pretrain
-from tests.marks import many
+from tests.marks import chosen, many
 
 pytestmark = pytest.mark.distributed
 
@@ -57,17 +57,19 @@ LAYOUTS = {
     "expert": ("strategy=ddp", "strategy.expert=2"),
     "fsdp2_tensor": ("strategy=fsdp2", "strategy.tensor=2"),
 }
+FOUR_STAGES = {"zbv", "pipeline_fsdp2"}
 
 
 @pytest.fixture(scope="module")
-def bases(tmp_path_factory, cache_dir):
+def bases(request, tmp_path_factory, cache_dir):
     """Models that runs have left, made once: for QLoRA one with experts, which are packed as its matrices are."""
     made = {}
+    has_four_stages = not FOUR_STAGES.isdisjoint(chosen(request, "strategy"))
 
     def get(choice):
         kind = EXPERTS if "adapter=qlora" in choice else ()
         if kind not in made:
-            sizes = ("train.max_steps=3", "model.config.num_hidden_layers=4")
+            sizes = ("train.max_steps=3", f"model.config.num_hidden_layers={4 if has_four_stages else 2}")
             made[kind] = pretrain(tmp_path_factory.mktemp("base"), 1, *sizes, *kind)
         return made[kind]
 
@@ -249,9 +251,18 @@ def _train_resized(folder, base, layout):
     return logits.tolist(), len(load_file(folder / "final" / "adapter_model.safetensors"))
 
 
+def _train_all_resized(folder, base, layouts):
+    found = []
+    for number, layout in enumerate(layouts):
+        forget_parent()
+        found.append(_train_resized(folder / str(number), base, layout))
+    return found
+
+
 def test_embeddings_of_another_size_are_saved_in_each_layout(base, tmp_path):
+    layouts = {"sharding": "fsdp2"}, {"pipeline": 2}
     [expected] = run_ranks(_train_resized, 1, tmp_path / "single", base / "model", {})
-    for number, layout in enumerate([{"sharding": "fsdp2"}, {"pipeline": 2}]):
-        ours = run_ranks(_train_resized, 2, tmp_path / str(number), base / "model", layout)[0]
+    of_layouts = run_ranks(_train_all_resized, 2, tmp_path, base / "model", layouts)[0]
+    for layout, ours in zip(layouts, of_layouts, strict=True):
         assert ours[1] == expected[1], layout
         torch.testing.assert_close(torch.tensor(ours[0]), torch.tensor(expected[0]), rtol=1e-4, atol=1e-5)

@@ -167,8 +167,8 @@ def adding_up():
     parallel_plans.check_plans = lambda *arguments: None
 
 
-# What counts all is the mistake of test_tensor.py.
-@pytest.mark.parametrize("spoil", [many(counting_experts_of_one_rank), many(counting_all), adding_up])
+@pytest.mark.many  # as those of test_tensor.py
+@pytest.mark.parametrize("spoil", [counting_experts_of_one_rank, counting_all, adding_up])
 def test_a_wrong_norm_or_gradient_shows(single, tmp_path, spoil):
     _, (reference, _) = single
     ours, _ = run_ranks(train, 2, tmp_path, {"expert": 2}, spoil)[0]
@@ -234,18 +234,6 @@ def refusal(fields, layout):
     return caught.value
 
 
-def test_a_number_of_experts_that_does_not_divide_is_refused_with_those_that_fit():
-    for error in run_ranks(refusal, 4, {"num_local_experts": 6}, {"expert": 4}):
-        assert (error.where, error.allowed) == ("strategy.expert", "1, 2, 3, 6")
-        assert error.found == "4, and 6 experts in model.layers.0.mlp.experts"
-        assert error.hint == "strategy.expert=3"
-
-
-def test_a_model_without_experts_is_refused():
-    for of_rank in run_ranks(try_layout, 2, ["llama"], {"expert": 2}):
-        assert "has no plan by which experts" in of_rank["llama"].reason
-
-
 def doubled(families, layout):
     """The mistake: what comes back from the experts counts twice."""
     spread = experts.spread_experts
@@ -259,8 +247,18 @@ def doubled(families, layout):
     return try_types(families, **layout)
 
 
-def test_a_wrong_dispatch_is_refused_by_the_name_of_the_first_wrong_parameter():
-    for of_rank in run_ranks(doubled, 2, ["mixtral"], {"expert": 2}):
-        reason = of_rank["mixtral"].reason
-        assert "does not train over expert ranks as it does on one process" in reason
-        assert "the first that is wrong: model." in reason
+def refusals():
+    layout = {"expert": 2}
+    number = refusal({"num_local_experts": 5}, layout)
+    return number, try_layout(["llama"], layout)["llama"].reason, doubled(["mixtral"], layout)["mixtral"].reason
+
+
+def test_what_would_be_wrong_is_refused():
+    """Experts that ranks do not divide, with the numbers that fit; none; a dispatch, by the first wrong parameter."""
+    for number, without, wrong in run_ranks(refusals, 2):
+        assert (number.where, number.allowed) == ("strategy.expert", "1, 5")
+        assert number.found == "2, and 5 experts in model.layers.0.mlp.experts"
+        assert number.hint == "strategy.expert=1"
+        assert "has no plan by which experts" in without
+        assert "does not train over expert ranks as it does on one process" in wrong
+        assert "the first that is wrong: model." in wrong

@@ -29,7 +29,7 @@ RATE_OF_ADAPTERS = "optimizer.lr=1e-2"
 
 
 @pytest.mark.many  # episodes are the same with generators in test_environments.py
-@pytest.mark.parametrize(("task", "strategy"), [("grpo", "pipeline"), ("rloo", "fsdp2")])
+@pytest.mark.parametrize(("task", "strategy"), [("grpo", "pipeline"), many("rloo", "fsdp2")])
 def test_without_staleness_it_is_the_training_within_the_step(tmp_path, policy, sums, cache_dir, task, strategy):
     own = (f"task={task}", *policy_runs.COMMON, "task.temperature=1.3", "task.top_k=9")
     plain = tune(tmp_path / "plain", policy, sums, 1, *own)

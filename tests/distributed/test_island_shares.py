@@ -79,9 +79,9 @@ def test_what_a_lost_island_had_to_read_the_others_do(tmp_path, num_ranks, layou
 
 def test_runs_begin_at_the_checkpoint_of_an_island(tmp_path):
     """An ordinary run, and islands of another number."""
-    before = run_islands(tmp_path / "before", 2, 1, *KEYS, "train.max_steps=8")
+    before = run_islands(tmp_path / "before", 2, 1, *KEYS, "train.max_steps=8", "data.workers=0")
     start = (f"checkpoint.resume={before[1]}/checkpoints/step-00000008", "checkpoint.allow_changes=true", *KEYS,
-             "train.max_steps=12")  # fmt: skip
+             "train.max_steps=12", "data.workers=0")  # fmt: skip
     own = (override for override in start if not override.startswith("islands."))
     alone = pretrain(tmp_path / "alone", 1, *own)
     folders = run_islands(tmp_path / "after", 3, 1, *start)

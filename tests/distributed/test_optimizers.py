@@ -155,7 +155,7 @@ def make_trainer(folder, layout, make, make_model=make_model, **more):
 
 
 def train_all(folder, layout, names, reference):
-    """Train each to the end, and once more from the middle of one process's run, if there is one."""
+    """Train each to the end, and once more from the middle of a run of one process, if there is one."""
     result = {}
     for name in names:
         make, model = (OF_WHOLE_MATRICES["Muon"], make_mixture) if name == STACKS else (EVERY[name], make_model)
@@ -192,7 +192,7 @@ def reference(tmp_path_factory):
 
     def logged_of(names):
         if missing := [name for name in EVERY if name in {*names, *CHOSEN_NAMES} - logged.keys()]:
-            logged.update(run_ranks(train_all, 1, folder, "single", missing, folder / "single", group=False)[0])
+            logged.update(run_ranks(train_all, 1, folder, "single", missing, None, group=False)[0])
         return folder, logged
 
     return logged_of

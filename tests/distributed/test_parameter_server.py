@@ -60,7 +60,6 @@ def islands_of(tmp_path_factory, imported, reads_little):
     return run
 
 
-# A checkpoint of fsdp2 is looked at below.
 @pytest.mark.parametrize("layout", ["single", *map(many, ["ddp", "zero1", "zero3", "fsdp2", "tensor", "pipeline"])])
 def test_a_synchronous_server_is_ddp(islands_of, of_ddp, layout):
     folders = islands_of(layout)
@@ -122,8 +121,10 @@ def state_of(run):
     return tensors | {f"{name}/step": torch.tensor(float(value)) for name, value in steps.items()}
 
 
-def test_a_checkpoint_holds_what_that_of_ddp_does(islands_of, of_ddp):
-    folders = islands_of("fsdp2")
+# Pieces of any layout are in tests/unit/checkpoint.
+@pytest.mark.parametrize("layout", ["single", many("fsdp2")])
+def test_a_checkpoint_holds_what_that_of_ddp_does(islands_of, of_ddp, layout):
+    folders = islands_of(layout)
     assert difference(state_of(folders[0]), state_of(of_ddp)) < 1e-5
     with pytest.raises(RankFailed, match="knows its own share of the data only"):
         pretrain(folders[0], 1, *BOTH, "checkpoint.allow_changes=true")
@@ -150,7 +151,8 @@ def test_the_others_go_on_where_an_island_dies_and_it_comes_back(tmp_path, stale
             island.kill()
     assert ends == [None, None]
     steps = [line["step"] for line in read_lines(RunFolder(last).metrics) if "loss" in line]
-    # It begins where the other one is.
-    assert steps == list(range(9, 13))
+    # It begins where the other one is, which may go on by what it may be stale until this one has entered.
+    last_begin = {"0": 9, "1": 10, "null": 12}[staleness]
+    assert steps in [list(range(begin, 13)) for begin in range(9, last_begin + 1)]
     if staleness == "0":
         assert difference(weights(going.folder), weights(last)) == 0

@@ -58,10 +58,10 @@ CASES = {
         "mixtral", "interleaved_zero_bubble", FSDP | EXPERT, checkpointing=True
     ),
     "context by gathering, recomputed": Case("llama", layout=GATHER, fields=TIED, checkpointing=True),
-    "tokens of tensor ranks, tied, in a V": Case("llama", "zbv", SEQUENCE, fields=TIED),
     "a rank with nothing to train": Case("llama", frozen=("embed_tokens", *(f"layers.{i}." for i in range(3)))),
 }
 MORE_CASES = {
+    "tokens of tensor ranks, tied, in a V": Case("llama", "zbv", SEQUENCE, fields=TIED),
     "4d": Case("qwen3_moe", layout=FSDP | TENSOR | EXPERT, num_ranks=8, checkpointing=True),
     "backwards in halves, whole experts": Case("mixtral", "interleaved_zero_bubble"),
     "tied, in a V": Case("gpt2", "zbv"),

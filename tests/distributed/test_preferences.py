@@ -17,15 +17,16 @@ from tests.distributed.preference_runs import (
     write_rows,
 )
 from tests.distributed.runs import eval_losses, losses, weights
-from tests.marks import always, many
+from tests.marks import always, chosen, many
 
 pytestmark = pytest.mark.distributed
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory):
+def model(request, tmp_path_factory):
     folder = tmp_path_factory.mktemp("start")
-    trl_runs.write_models(folder)
+    has_four_stages = any("zbv" in one for one in chosen(request, "strategy"))
+    trl_runs.write_models(folder, num_hidden_layers=4 if has_four_stages else 2)
     return folder / "lm"
 
 

@@ -161,6 +161,7 @@ def without_counting():
     RouterLoss._count_beforehand = lambda self, batches, hooks: None
 
 
+@pytest.mark.many
 def test_what_micro_batches_have_chosen_by_themselves_shows(whole, tmp_path):
     lines, _ = run_ranks(train, 1, tmp_path, "mixtral", {}, None, without_counting, group=False)[0]
     differences = [abs(a["loss"] / b["loss"] - 1) for a, b in zip(lines, whole["mixtral"][1], strict=True)]

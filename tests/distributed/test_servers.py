@@ -85,7 +85,8 @@ def overrides(name, port, *own):
     ("name", "strategy", "temperature", "mode"),
     [
         ("vllm", "fsdp2", 1, "raw_logprobs"),
-        ("sglang", "pipeline", 1.3, "processed_logprobs"),
+        ("sglang", "single", 1.3, "processed_logprobs"),
+        many("sglang", "pipeline", 1.3, "processed_logprobs"),
         many("vllm", "zero3", 1.3, "processed_logprobs"),
     ],
 )
@@ -94,7 +95,8 @@ def test_the_log_probabilities_are_those_of_the_policy_that_trains(
 ):
     _, port = serve(name, mode=mode)
     own = ("task.max_staleness=0", f"task.temperature={temperature}", f"strategy={strategy}")
-    folder = tune(tmp_path / "run", policy, sums, 2, *overrides(name, port, *own))
+    num_ranks = 1 if strategy == "single" else 2
+    folder = tune(tmp_path / "run", policy, sums, num_ranks, *overrides(name, port, *own))
     lines = lines_of(folder)
     assert len({line["loss"] for line in lines}) > 2
     assert max(line["mismatch"] for line in lines) < 1e-5

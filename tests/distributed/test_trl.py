@@ -36,7 +36,7 @@ PREFERENCES = {
     # With it, PEFT trains the score besides.
     "reward_adapter": REWARD | {"more": lora(task_type="SEQ_CLS")},
 }
-USUAL = ("prompt", "chat", "packed", "flat", "sft_adapter", "dpo", "kto", "dpo_adapter", "reward_adapter")
+USUAL = ("prompt", "chat", "flat", "sft_adapter", "dpo", "kto", "dpo_adapter", "reward_adapter")
 """Of the others the cases of `make matrices` are compared."""
 ZERO1, ZERO2, ZERO3, FSDP2 = ({"sharding": name} for name in ("zero1", "zero2", "zero3", "fsdp2"))
 
@@ -100,7 +100,8 @@ def check_equal(logged, folder, plain, names=("loss", "grad_norm", "learning_rat
     ],
 )
 def test_sft_in_pipelines(tmp_path, start, plain, layouts):
-    logged = in_layout(tmp_path, start, layouts)
+    # A model by its name, as TRL takes one.
+    logged = in_layout(tmp_path, start, layouts, model=str(start / "lm"))
     # The same micro batches as on one process, so TRL's own means over them are the same too.
     metrics = ("loss", "grad_norm", "learning_rate", "entropy", "mean_token_accuracy")
     check_equal(logged, tmp_path, plain, metrics)
@@ -115,9 +116,9 @@ def test_sft_in_pipelines(tmp_path, start, plain, layouts):
         assert torch.isfinite(opened(torch.tensor([[5, 6]])).logits).all()
 
 
-def test_sft_in_replicated_pipelines_with_a_model_by_name(tmp_path, start, plain):
-    layouts = {"packed": {"pipeline": 2, **ZERO1}}
-    check_equal(in_layout(tmp_path, start, layouts, num_ranks=4, model=str(start / "lm")), tmp_path, plain)
+@pytest.mark.many  # stages are above, and what data ranks share below
+def test_sft_in_replicated_pipelines(tmp_path, start, plain):
+    check_equal(in_layout(tmp_path, start, {"packed": {"pipeline": 2, **ZERO1}}, num_ranks=4), tmp_path, plain)
 
 
 @pytest.mark.parametrize(
@@ -143,7 +144,7 @@ def check_preferences(logged, folder, plain):
 @pytest.mark.parametrize(
     "layouts",
     [
-        {"kto": {}, "dpo_adapter": ZERO1},
+        {"kto": {}, "reward_adapter": FSDP2, "dpo_adapter": ZERO1},
         many({"reward": ZERO1, "reward_adapter": ZERO2, "dpo": ZERO3, "kto_adapter": ZERO3}),
     ],
 )
@@ -156,7 +157,7 @@ def test_sft_with_fsdp2(tmp_path, start, plain, name):
     check_equal(in_layout(tmp_path, start, {name: FSDP2}), tmp_path, plain)
 
 
-@pytest.mark.parametrize("names", [("dpo", "reward_adapter"), many(("kto", "reward"))])
+@pytest.mark.parametrize("names", [many(("dpo", "reward_adapter")), many(("kto", "reward"))])
 def test_preferences_and_rewards_with_fsdp2(tmp_path, start, plain, names):
     check_preferences(in_layout(tmp_path, start, dict.fromkeys(names, FSDP2)), tmp_path, plain)
 

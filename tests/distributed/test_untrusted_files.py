@@ -18,6 +18,7 @@ from tests.distributed.runs import SMALL, losses, pretrain
 
 pytestmark = pytest.mark.distributed
 
+ASKS_ANEW = True
 SECRETS = {
     "HF_TOKEN": "hf_canary-of-the-hub",
     "WANDB_API_KEY": "canary-of-a-tracker",

@@ -46,10 +46,10 @@ def make_tokenizer():
     return tokenizer
 
 
-def write_models(folder):
+def write_models(folder, **fields):
     """Where all runs start from."""
     for name, kind in (("lm", AutoModelForCausalLM), ("scores", AutoModelForSequenceClassification)):
-        model = kind.from_config(AutoConfig.for_model("llama", num_labels=1, **TINY))
+        model = kind.from_config(AutoConfig.for_model("llama", num_labels=1, **TINY | fields))
         initialize_by_name(model, 0)
         model.save_pretrained(folder / name)
     make_tokenizer().save_pretrained(folder / "lm")

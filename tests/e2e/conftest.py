@@ -6,5 +6,5 @@ import pytest
 @pytest.fixture(scope="module", autouse=True)
 def reads_little(request):
     # There, what forked commands and fresh processes have trained is compared.
-    if not request.module.__name__.endswith(("test_launch", "test_sweep")):
+    if not request.module.__name__.endswith("test_launch"):
         request.getfixturevalue("short_library")

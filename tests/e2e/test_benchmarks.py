@@ -1,15 +1,15 @@
 """The lines of `make bench`: each finds what it imports, and one that this machine cannot run says so."""
 
 import importlib
-import subprocess
-import sys
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 
+from benchmarks import gpu
 from benchmarks.__main__ import LINES
 from benchmarks.table import read_measures
-from tests.e2e.test_command_line import ROOT
+from tests.e2e.forked import run_forked
 
 pytestmark = pytest.mark.e2e
 
@@ -22,8 +22,8 @@ def test_a_line_finds_what_it_imports(name):
     assert callable(module.main)
 
 
-def test_a_line_that_this_machine_cannot_run_says_so(tmp_path, monkeypatch):
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+def test_a_line_that_this_machine_cannot_run_says_so(tmp_path):
     measures = tmp_path / "measures.json"
-    subprocess.run([sys.executable, "-m", "benchmarks.gpu", "--measures", str(measures)], cwd=ROOT, check=True)
+    done = run_forked("--measures", measures, cwd=tmp_path, script=Path(gpu.__file__), CUDA_VISIBLE_DEVICES="")
+    assert done.returncode == 0, done.stderr
     assert read_measures(measures) == "no CUDA device is at hand"

@@ -1,4 +1,4 @@
-"""The recipe as a process of its own: a refusal is one message, and `--offline` opens no connection at all."""
+"""The recipe beside a Hub: a refusal is one message, and `--offline` opens no connection at all."""
 
 import json
 import sys
@@ -7,6 +7,7 @@ import pytest
 
 from hfdist.models.resolve import resolve_model
 from tests.distributed.runs import losses
+from tests.e2e.forked import run_forked
 from tests.e2e.test_launch import ROOT, run
 from tests.hub_server import User, hub, write_model  # noqa: F401
 from tests.unit.hub.starting import configure
@@ -45,21 +46,26 @@ def connections(tmp_path):
 def test_a_gated_model_is_one_message(hub, tmp_path):  # noqa: F811
     hub.store.add("some/model", write_model(tmp_path / "model"), gated=True)
     hub.store.users[TOKEN] = User("me")
-    code, output = run([sys.executable, RECIPE, *TUNE], tmp_path, HF_TOKEN=TOKEN, **environment(hub, tmp_path))
-    assert code == 2, output
+    cache = str(tmp_path / "cache")
+    done = run_forked(*TUNE, cwd=tmp_path, script=RECIPE, HF_TOKEN=TOKEN, HF_ENDPOINT=hub.url, HFDIST_CACHE=cache)
+    output = done.stdout + done.stderr
+    assert done.returncode == 2, output
     assert "Config error: the repository is gated: your account has not been granted access" in output
     assert "where:   model.name" in output
     assert "Traceback" not in output
     assert TOKEN not in output
-    assert connections(tmp_path), "or the next test proves nothing"
 
 
 def test_offline_opens_no_connection(hub, tmp_path):  # noqa: F811
     hub.store.add("some/model", write_model(tmp_path / "model"))
     resolve_model(configure("some/model"), cache_dir=tmp_path / "cache").fetch_weights()
     hub.requests.clear()
-    code, output = run([sys.executable, RECIPE, "--offline", *TUNE], tmp_path, **environment(hub, tmp_path))
+    alone = environment(hub, tmp_path)
+    code, output = run([sys.executable, RECIPE, "--offline", *TUNE], tmp_path, **alone)
     assert code == 0, output
     assert not connections(tmp_path)
     assert not hub.requests
     assert len(losses(tmp_path / "runs" / "finetune")) == 2
+    code, output = run([sys.executable, "-c", f"import httpx; httpx.get({hub.url!r})"], tmp_path, **alone)
+    assert code == 0, output
+    assert connections(tmp_path), "or this test proves nothing"

@@ -1,18 +1,21 @@
-"""Sweeps of real runs, each in processes of its own."""
+"""Sweeps of real runs, in forks that inherit all imports. Trials of fresh processes are in tests/unit/sweep."""
 
 import os
 import shlex
 import signal
-import subprocess
-import sys
 import time
+from pathlib import Path
 
+import psutil
 import pytest
 
 from hfdist import __main__ as main
+from hfdist.processes.child_python import module
+from hfdist.processes.stop_signals import STOP_SIGNALS
 from hfdist.records import RunFolder, read_lines
 from hfdist.records.trials import TrialLog
-from tests.e2e.forked import run_forked
+from hfdist.tools.sweep.launchers import local
+from tests.e2e.forked import end, run_forked, run_script, start_forked
 
 pytestmark = pytest.mark.e2e
 
@@ -20,15 +23,43 @@ TINY = ("model=tiny", "train.global_batch_size=4", "train.micro_batch_size=2", "
         "data.workers=0", "data.eval_sequences=8", "report=quiet")  # fmt: skip
 
 
-def hfdist(folder, *arguments):
-    return subprocess.Popen(
-        [sys.executable, "-m", "hfdist", *arguments],
-        cwd=folder,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1"},
-    )
+def run_trial(*arguments):
+    # A new process would not have the handlers of the sweep.
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_DFL)
+    run_script(main.__file__, *arguments)
+
+
+class ForkedTrial(psutil.Process):
+    """What the launcher asks of a process that it has started."""
+
+    def __init__(self, command, *, stdout, env, **named):
+        start = module("hfdist")
+        assert command[: len(start)] == start
+        said = Path(stdout.name).absolute()
+        self._fork = start_forked(run_trial, *command[len(start) :], cwd=Path.cwd(), said=(said, said), **env)
+        super().__init__(self._fork.pid)
+
+    def wait(self, timeout=None):
+        self._fork.join(timeout)
+        return self._fork.exitcode
+
+
+@pytest.fixture(autouse=True)
+def forked_trials(monkeypatch):
+    monkeypatch.setattr(local.psutil, "Popen", ForkedTrial)
+
+
+class Sweep:
+    """The command, and what it has said: `read` gives its exit code, standard output and error."""
+
+    def __init__(self, folder, name, *arguments):
+        self._said = [folder / f"{name}.{stream}" for stream in ("stdout", "stderr")]
+        self.process = start_forked(run_script, main.__file__, *arguments, cwd=folder, said=self._said)
+
+    def read(self):
+        code = end(self.process, 170)
+        return code, *(path.read_text() for path in self._said)
 
 
 def train_again(folder, said):
@@ -48,16 +79,15 @@ def losses_of(run):
 def test_layouts_side_by_side_and_a_second_controller_is_refused(tmp_path):
     command = ("sweep", "sweep=grid", "run.name=grid", *TINY, "strategy=choice(ddp,zero1)", "launch.processes=2",
                "train.max_steps=3", "checkpoint=none", "sweep.slots=2")  # fmt: skip
-    sweep = hfdist(tmp_path, *command)
+    sweep = Sweep(tmp_path, "first", *command)
     while not (tmp_path / "runs/grid/sweep.jsonl").is_file():
-        assert sweep.poll() is None, sweep.communicate()
+        assert sweep.process.is_alive(), sweep.read()
         time.sleep(0.1)
-    second = hfdist(tmp_path, *command)
-    _, problem = second.communicate(timeout=120)
-    assert second.returncode == 2
+    code, _, problem = Sweep(tmp_path, "second", *command).read()
+    assert code == 2
     assert "run.lock" in problem or "another run" in problem
-    said, problem = sweep.communicate(timeout=120)
-    assert sweep.returncode == 0, problem
+    code, said, problem = sweep.read()
+    assert code == 0, problem
     trials = TrialLog(tmp_path / "runs/grid").trials
     assert [trial.values for trial in trials] == [{"strategy": "ddp"}, {"strategy": "zero1"}]
     # The same mathematics, so the same loss.
@@ -71,16 +101,15 @@ def test_the_best_trial_goes_on_from_its_checkpoint_also_after_a_stop(tmp_path):
                "optimizer.warmup_steps=2", "optimizer.warmup_fraction=null", "train.eval_every=null",
                "sweep.trials=2", "sweep.rungs=2", "sweep.factor=2",
                "optimizer.lr=tag(log, interval(1e-4, 1e-1))")  # fmt: skip
-    sweep = hfdist(tmp_path, *command)
+    sweep = Sweep(tmp_path, "first", *command)
     while not any(trial.results for trial in TrialLog(tmp_path / "runs/asha").trials):
-        assert sweep.poll() is None, sweep.communicate()
+        assert sweep.process.is_alive(), sweep.read()
         time.sleep(0.1)
-    sweep.send_signal(signal.SIGTERM)
-    _, problem = sweep.communicate(timeout=120)
-    assert sweep.returncode == 75, problem
-    sweep = hfdist(tmp_path, *command)
-    said, problem = sweep.communicate(timeout=120)
-    assert sweep.returncode == 0, problem
+    os.kill(sweep.process.pid, signal.SIGTERM)
+    code, _, problem = sweep.read()
+    assert code == 75, problem
+    code, said, problem = Sweep(tmp_path, "second", *command).read()
+    assert code == 0, problem
     trials = TrialLog(tmp_path / "runs/asha").trials
     steps = sorted([result.step for result in trial.results] for trial in trials)
     assert steps == [[3], [3, 6]]
@@ -99,9 +128,8 @@ def test_the_best_member_of_a_population_is_trained_again_as_one_run(tmp_path):
                "sweep.trials=2", "sweep.generations=3", "sweep.slots=2",
                "sweep.seed=8",  # the first rates are too small, and the factors for the changed members 1.25
                "optimizer.lr=tag(log, interval(1e-5, 1e-2))", "optimizer.weight_decay=interval(0.01, 0.1)")  # fmt: skip
-    sweep = hfdist(tmp_path, *command)
-    said, problem = sweep.communicate(timeout=170)
-    assert sweep.returncode == 0, problem
+    code, said, problem = Sweep(tmp_path, "sweep", *command).read()
+    assert code == 0, problem
     ours = losses_of(train_again(tmp_path, said))
     trials = TrialLog(tmp_path / "runs/pbt").trials
     best = min(trials[-2:], key=lambda trial: trial.value)
