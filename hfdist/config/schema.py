@@ -125,11 +125,12 @@ def values_by_key(section: object, prefix: str) -> Iterator[tuple[Key, object]]:
     for key in direct_keys(type(section), prefix):
         value = getattr(section, key.leaf)
         yield key, value
-        items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-        inner = {f"{key.name}.": value} | {f"{key.name}.{name}.": item for name, item in items}
-        for name, item in inner.items():
-            if dataclasses.is_dataclass(item):
-                yield from values_by_key(item, name)
+        if dataclasses.is_dataclass(value):
+            yield from values_by_key(value, f"{key.name}.")
+        elif isinstance(value, (dict, list)):
+            for name, item in value.items() if isinstance(value, dict) else enumerate(value):
+                if dataclasses.is_dataclass(item):
+                    yield from values_by_key(item, f"{key.name}.{name}.")
 
 
 @lru_cache(_NUM_KEPT)
