@@ -133,9 +133,13 @@ def values_by_key(section: object, prefix: str) -> Iterator[tuple[Key, object]]:
                     yield from values_by_key(item, f"{key.name}.{name}.")
 
 
-@lru_cache(_NUM_KEPT)
 def direct_keys(cls: type, prefix: str) -> Sequence[Key]:
     """Give the keys of the fields of a dataclass; each name begins with `prefix`."""
+    return _kept_keys(cls, prefix)
+
+
+@lru_cache(_NUM_KEPT)
+def _kept_keys(cls: type, prefix: str) -> Sequence[Key]:
     hints = typing.get_type_hints(cls)
     return tuple(
         Key(name=f"{prefix}{field.name}", type=hints[field.name], limit=field.metadata.get(LIMIT), owner=cls)
