@@ -70,6 +70,8 @@ def _quick(request: Any) -> Any:
         parsed = [_parsed(one) for one in rest]
         assert OmegaConf.get_type(config) is compose.RunConfig
     except Exception:
+        if not rest:
+            raise
         # Messages may depend on all of the request.
         return _whole(request)
     try:
