@@ -12,14 +12,19 @@ from typing import Any
 import pytest
 from hydra._internal import defaults_list
 from hydra._internal.config_loader_impl import ConfigLoaderImpl
+from hydra._internal.config_repository import ConfigRepository
+from hydra.core.object_type import ObjectType
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
 from hfdist.config.composition import compose
+from hfdist.config.conf_folder import shipped_folder
 
 _whole = compose.compose_untyped
 _map_choices = defaults_list._create_interpolation_map
 _parse = OverridesParser.parse_override
+_load = ConfigRepository.load_config
+_loaded: dict[tuple[str, str, str], bytes] = {}
 
 
 def _map_choices_if_asked(overrides: Any, defaults: list[Any], self_added: bool) -> Any:
@@ -27,10 +32,21 @@ def _map_choices_if_asked(overrides: Any, defaults: list[Any], self_added: bool)
     return _map_choices(overrides, defaults, self_added) if any(one.is_interpolation() for one in defaults) else None
 
 
+def _load_once(self: ConfigRepository, config_path: str) -> Any:
+    """Hydra's own files, the schema and the shipped ones stay as they are; a user's file may change."""
+    source = self._find_object_source(config_path, ObjectType.CONFIG)
+    if source is None or (source.scheme() == "hfdist" and Path(source.path) != shipped_folder()):
+        return _load(self, config_path)
+    key = source.scheme(), source.path, config_path
+    if key not in _loaded:
+        # A copy by pickle takes a fifth of that by deepcopy.
+        _loaded[key] = pickle.dumps(_load(self, config_path))
+    return pickle.loads(_loaded[key])
+
+
 @functools.cache
 def _merged(name: str, groups: tuple[str, ...], folder: Path) -> bytes:
     """Args: folder: the shipped one, which is found once more."""
-    # A copy by pickle takes a fifth of that by deepcopy.
     return pickle.dumps(_whole(compose.make_request(name, groups, None)))
 
 
@@ -54,6 +70,8 @@ def _quick(request: Any) -> Any:
         parsed = [_parsed(one) for one in rest]
         assert OmegaConf.get_type(config) is compose.RunConfig
     except Exception:
+        if not rest:
+            raise
         # Messages may depend on all of the request.
         return _whole(request)
     try:
@@ -69,6 +87,7 @@ def quick_composition(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(compose, "compose_untyped", _quick)
     patch.setattr(defaults_list, "_create_interpolation_map", _map_choices_if_asked)
     patch.setattr(OverridesParser, "parse_override", _parse_once)
+    patch.setattr(ConfigRepository, "load_config", _load_once)
 
 
 def leave_stack(patch: pytest.MonkeyPatch) -> None:

@@ -1,13 +1,25 @@
-"""Values as the command line of a run takes them: with quotes where Hydra or a shell would read something else."""
+"""Overrides as text, with quotes where Hydra or a shell would read something else, and what Hydra reads in them."""
 
 from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping
+from functools import cache
 
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from hydra.core.override_parser.types import Quote, QuotedString
+from hydra.core.override_parser.types import Override, Quote, QuotedString
 from hydra.errors import HydraException
+
+
+def parse_override(text: str) -> Override:
+    """Read `key=value` as Hydra does; HydraException: it is none, RecursionError: it is nested too deeply."""
+    return _parser().parse_override(text)
+
+
+@cache
+def _parser() -> OverridesParser:
+    # To make one takes as long as to parse a short override.
+    return OverridesParser.create()
 
 
 def as_overrides(values: Mapping[str, object]) -> list[str]:
@@ -45,7 +57,7 @@ def _in_place(value: object, *, of_list: bool) -> str:
     if not isinstance(value, str):
         return as_text(value)
     try:
-        read = OverridesParser.create().parse_override(f"a=[{value}]" if of_list else f"a={value}").value()
+        read = parse_override(f"a=[{value}]" if of_list else f"a={value}").value()
     except HydraException:
         read = None
     return value if read == ([value] if of_list else value) else QuotedString(value, Quote.double).with_quotes()

@@ -9,9 +9,9 @@ import itertools
 import textwrap
 import types
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from enum import Enum
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any
 
 from hfdist.config.ranges import LIMIT, Limit
@@ -21,6 +21,8 @@ OFF = ("false", "no", "none", "off")
 """What people write for none."""
 ANY_NAME = "*"
 """Stands in a key for a name that the user chooses, as in `data.sources.*.path`."""
+_NUM_KEPT = 256
+"""Sections whose keys are kept: a config has some thirty, and one for each name that users give."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -123,18 +125,26 @@ def values_by_key(section: object, prefix: str) -> Iterator[tuple[Key, object]]:
     for key in direct_keys(type(section), prefix):
         value = getattr(section, key.leaf)
         yield key, value
-        items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
-        inner = {f"{key.name}.": value} | {f"{key.name}.{name}.": item for name, item in items}
-        for name, item in inner.items():
-            if dataclasses.is_dataclass(item):
-                yield from values_by_key(item, name)
+        if dataclasses.is_dataclass(value):
+            yield from values_by_key(value, f"{key.name}.")
+        elif isinstance(value, (dict, list)):
+            for name, item in value.items() if isinstance(value, dict) else enumerate(value):
+                if dataclasses.is_dataclass(item):
+                    yield from values_by_key(item, f"{key.name}.{name}.")
 
 
-def direct_keys(cls: type, prefix: str) -> Iterator[Key]:
+def direct_keys(cls: type, prefix: str) -> Sequence[Key]:
     """Give the keys of the fields of a dataclass; each name begins with `prefix`."""
-    hints = _type_hints(cls)
-    for field in dataclasses.fields(cls):
-        yield Key(name=f"{prefix}{field.name}", type=hints[field.name], limit=field.metadata.get(LIMIT), owner=cls)
+    return _kept_keys(cls, prefix)
+
+
+@lru_cache(_NUM_KEPT)
+def _kept_keys(cls: type, prefix: str) -> Sequence[Key]:
+    hints = typing.get_type_hints(cls)
+    return tuple(
+        Key(name=f"{prefix}{field.name}", type=hints[field.name], limit=field.metadata.get(LIMIT), owner=cls)
+        for field in dataclasses.fields(cls)
+    )
 
 
 @cache
@@ -147,11 +157,6 @@ def _field_docstrings(cls: type) -> Mapping[str, str]:
         if isinstance(words, ast.Constant):
             found[ast.unparse(field.target)] = " ".join(inspect.cleandoc(str(words.value)).partition("\n\n")[0].split())
     return found
-
-
-@cache
-def _type_hints(cls: type) -> Mapping[str, object]:
-    return typing.get_type_hints(cls)
 
 
 def without_none(hint: object) -> tuple[Any, bool]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import shlex
@@ -10,7 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, OverrideType
 from hydra.errors import HydraException
 
@@ -20,7 +20,7 @@ from hfdist.config.checks.urls import refuse_secrets
 from hfdist.config.composition.aliases import override_for, reason_against
 from hfdist.config.composition.refused_values import refuse_target
 from hfdist.config.conf_folder import list_groups, list_options, shipped_folder
-from hfdist.config.override_text import as_override
+from hfdist.config.override_text import as_override, parse_override
 from hfdist.config.plain_values import flatten
 from hfdist.config.schema import Key, all_keys, find_key, members
 from hfdist.errors import ConfigError, nearest
@@ -168,7 +168,7 @@ def _is_there(group: str, name: str, folders: Sequence[Path]) -> bool:
 
 def _prepare(text: str, recipe: str) -> GivenOverride:
     try:
-        override = OverridesParser.create().parse_override(text)
+        override = parse_override(text)
     except (HydraException, RecursionError) as error:
         raise _not_an_override(text) from error
     key = override.key_or_group
@@ -228,7 +228,8 @@ def _for_hydra(override: Override, text: str) -> str:
             for part in reversed(key.removeprefix(sources).split(".")[1:]):
                 value = f"{{{part}:{value}}}"
             return f"++{sources}={value}"
-    is_in_free_mapping = any(known.is_free and f"{key}.".startswith(f"{known.name}.") for known in all_keys().values())
+    above = (all_keys().get(name) for name in itertools.accumulate(key.split("."), "{}.{}".format))
+    is_in_free_mapping = any(known is not None and known.is_free for known in above)
     is_free_member = override.type is OverrideType.CHANGE and is_in_free_mapping
     return f"{'++' if is_free_member else prefix}{key}={value}"
 

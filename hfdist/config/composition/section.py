@@ -9,7 +9,6 @@ from dataclasses import is_dataclass
 from pathlib import Path
 from typing import Generic, TypeVar, cast
 
-from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -19,6 +18,7 @@ from hfdist.config.composition.aliases import override_for, reason_against
 from hfdist.config.composition.files import display, read_config
 from hfdist.config.composition.overrides import COMMAND_LINE, refuse_number
 from hfdist.config.conf_folder import list_options, shipped_folder
+from hfdist.config.override_text import parse_override
 from hfdist.config.paths import expand_user
 from hfdist.config.plain_values import flatten, plain
 from hfdist.config.schema import ANY_NAME, Key, all_keys, keys_of, values_by_key
@@ -139,7 +139,7 @@ class Section(Generic[T]):
     def _parse(self, override: str) -> tuple[str, object]:
         key, _, value = override.partition("=")
         try:
-            parsed = OverridesParser.create().parse_override(override)
+            parsed = parse_override(override)
             if parsed.is_sweep_override() or parsed.is_add() or parsed.is_delete():
                 raise HydraException("only key=value")
             refuse_secrets(parsed.value(), key, place=COMMAND_LINE)

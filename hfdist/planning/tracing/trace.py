@@ -35,6 +35,8 @@ KINDS = (WEIGHTS, GRADIENTS, OPTIMIZER, ACTIVATIONS, BUFFERS)
 _TRAVELLING = ("fsdp", "c10d")
 """Namespaces of the operations that gather parameters and reduce gradients."""
 _aten = torch.ops.aten
+_DEVICE = torch.ops.prim.device.default
+"""Asks for the device of a fake tensor: half of all operations."""
 _GATHER = torch.ops.c10d._allgather_base_.default
 _MOVING_NOTHING = {
     _aten.empty, _aten.empty_like, _aten.empty_strided, _aten.new_empty, _aten.new_empty_strided, _aten._unsafe_view,
@@ -243,6 +245,8 @@ class Trace(TorchDispatchMode):
         if any(kind not in _SEEN for kind in types):
             # A DTensor's own operations come by themselves.
             return NotImplemented
+        if operation is _DEVICE and type(args[0]) is FakeTensor:
+            return args[0].fake_device
         kwargs = kwargs or {}
         if self._is_shape_only:
             return operation(*args, **kwargs)

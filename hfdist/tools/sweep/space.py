@@ -15,12 +15,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import ChoiceSweep, IntervalSweep, Override, RangeSweep
 from hydra.errors import HydraException
 
 from hfdist.config.likely_keys import nearest_key
-from hfdist.config.override_text import as_override, as_text
+from hfdist.config.override_text import as_override, as_text, parse_override
 from hfdist.config.schema import all_keys, find_key
 from hfdist.errors import ConfigError, nearest
 
@@ -78,7 +77,7 @@ def parse_dimension(key: str, text: str, where: str) -> Dimension:
         near = nearest_key(key)
         raise ConfigError(f"there is no key `{key}`", where=place, hint=None if near is None else f"{near}={body}")
     try:
-        override = OverridesParser.create().parse_override(f"{key}={body.strip()}")
+        override = parse_override(f"{key}={body.strip()}")
     except HydraException as error:
         raise ConfigError("these are no values of a sweep", where=place, found=text, allowed=_ALLOWED) from error
     found = override._value if override.is_sweep_override() else None
@@ -120,7 +119,7 @@ def is_sweep(text: str) -> bool:
     """Whether an override of the command line has several values."""
     body = text.partition(_IF)[0].strip()
     try:
-        return bool(OverridesParser.create().parse_override(body).is_sweep_override())
+        return bool(parse_override(body).is_sweep_override())
     except HydraException:
         # Composing the config says what is wrong with it.
         return False

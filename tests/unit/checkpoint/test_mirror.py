@@ -25,6 +25,7 @@ from hfdist.checkpoint.mirror.listed import CONTENT_BYTES, ListedCheckpoint
 from hfdist.data.storage.network import Network, Retries
 from hfdist.errors import CheckpointError, ResourceError
 from tests.hub_server import User, hub
+from tests.marks import many
 from tests.unit.checkpoint.pieces import files_of, save
 from tests.unit.data.servers import ProxyHandler, running, s3, s3_server
 
@@ -44,11 +45,20 @@ def send(mirror, path, keep=TWO):
     return sent
 
 
-@pytest.fixture
-def saved(tmp_path):
+@pytest.fixture(scope="module")
+def written(tmp_path_factory):
     """Checkpoints of four steps, the third with the lowest held-out loss."""
-    losses = {1: 4.0, 2: 3.0, 3: 1.0, 4: 2.0}
-    return {step: save(tmp_path / "run", step, state={"held_out_loss": loss}) for step, loss in losses.items()}
+    folder = tmp_path_factory.mktemp("written")
+    for step, loss in {1: 4.0, 2: 3.0, 3: 1.0, 4: 2.0}.items():
+        save(folder, step, state={"held_out_loss": loss})
+    return folder
+
+
+@pytest.fixture
+def saved(written, tmp_path):
+    """The same checkpoints once more, by their steps."""
+    shutil.copytree(written, tmp_path / "run")
+    return {step: tmp_path / "run" / step_name(step) for step in (1, 2, 3, 4)}
 
 
 @pytest.fixture(params=["file", "memory", "s3", "hf"])
@@ -184,14 +194,15 @@ def check_what_a_kill_left(address, saved, before, after, folder):
     return sent.new_bytes
 
 
-def test_killed_at_every_moment_of_an_upload_to_files(saved, tmp_path):
+@pytest.mark.parametrize("every", [3, many(1)])
+def test_killed_at_every_moment_of_an_upload_to_files(saved, tmp_path, every):
     by_name = {path.name: path for path in saved.values()}
     alone = mirror_at(f"file://{tmp_path}/alone")
     alone.open()
     send(alone, saved[2], Keep(newest=1))
     left = files_of(tmp_path / "alone").keys()
     new_bytes = []
-    for moment in range(1000):
+    for moment in range(0, 1000, every):
         root = tmp_path / f"mirror-{moment}"
         send(mirror_at(f"file://{root}"), saved[1], Keep(newest=1))
 

@@ -1,7 +1,6 @@
 """Composing: precedence, conveniences over plain Hydra, a user's own folder, and back to YAML."""
 
 import dataclasses
-import shlex
 
 import pytest
 
@@ -12,10 +11,7 @@ from hfdist.config.plan import PlanConfig, compose_plan
 from hfdist.config.run import RunConfig
 from hfdist.errors import ConfigError
 from tests.marks import many
-from tests.quick_composition import quick_composition
 from tests.unit.config.shipped import EXPERIMENTS, OPTIONS, needed_overrides, primary_for
-
-COMPOSES_WHOLE = True
 
 
 def write(folder, **files):
@@ -42,41 +38,6 @@ def test_a_section_beside_the_config_is_given_whole_as_well():
     with pytest.raises(ConfigError, match="does not fit") as caught:
         compose_plan(["plan={processes: many}"])
     assert caught.value.where == "plan (command line)"
-
-
-@pytest.mark.parametrize(
-    "line",
-    [
-        "",
-        "model=tiny",
-        "model=tiny strategy=fsdp2 strategy.tensor=2 train.max_steps=6 optimizer.lr=1e-2 data.workers=0 report=quiet",
-        "+experiment=demo run.name=a train.arguments.torch_empty_cache_steps=10",
-        "data=mixture '+data.sources.a={path: x}' data.sources.b.path=y ~optimizer.warmup_fraction",
-        "model.config={hidden_size: 64, attention_bias: true} ++model.config.num_key_value_heads=1",
-        "model.config.vocab_size=${data.sequence_length}",
-        "model=tinny",
-        "optimizer.lrr=1e-3",
-        "model=tiny ~train.max_step",
-        "train.max_steps=many",
-        "+optimizer.lr=1 report.to={a: 1}",
-        "run.dir=${run.nme}",
-        "run.dir=${oc.env:HOME}",
-        "run.name=???",
-    ],
-)
-def test_most_tests_compose_as_users_do(line):
-    """They merge the same files once: `tests/quick_composition.py`."""
-
-    def found():
-        try:
-            return compose_config(shlex.split(line))
-        except ConfigError as error:
-            return str(error)
-
-    whole = found()
-    with pytest.MonkeyPatch.context() as patch:
-        quick_composition(patch)
-        assert found() == found() == whole
 
 
 def test_an_experiment_is_chosen_with_or_without_a_plus():

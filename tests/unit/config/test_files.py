@@ -14,8 +14,6 @@ from hfdist.config.composition.refused_values import refuse_resolver
 from hfdist.errors import ConfigError
 from tests.unit.config.shipped import CONF
 
-COMPOSES_WHOLE = True
-
 GLOBAL = "# @package _global_\n"
 
 

@@ -9,8 +9,6 @@ from hfdist.errors import ConfigError
 from tests.unit.config.shipped import GROUPS
 from tests.unit.config.test_hints import exists
 
-COMPOSES_WHOLE = True
-
 
 def mistake(*overrides, **options):
     """The error that these overrides cause."""

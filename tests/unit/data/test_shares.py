@@ -143,7 +143,7 @@ def exchange(members, others, outer):
 
 
 @pytest.mark.parametrize("data_size", [1, 2])
-@pytest.mark.parametrize("seed", [*range(4), *map(many, range(4, 12))])
+@pytest.mark.parametrize("seed", [*range(2), *map(many, range(2, 12))])
 def test_whoever_comes_and_goes_each_sequence_that_counts_is_read_once(tmp_path, seed, data_size):
     choose = random.Random(f"{seed} {data_size}")
     packing = choose.choice(PACKINGS)

@@ -1,5 +1,7 @@
 """ZeRO in a plan: DeepSpeed's own engine on fake tensors, in each type and stage, and nothing of it left behind."""
 
+import functools
+
 import pytest
 import torch.distributed as dist
 from torch import nn
@@ -13,6 +15,7 @@ from tests.marks import many
 from tests.worst_rank import worst_rank
 
 
+@functools.cache
 def trace(*overrides, layers=1, world_size=2, device_type="cpu"):
     small = (
         "model=tiny",
@@ -50,10 +53,10 @@ def test_the_rank_with_most_gradients_is_planned():
     fields = "model.config={num_hidden_layers: 1, hidden_size: 64, intermediate_size: 176, vocab_size: 64}"
     config = compose_config([*overrides, fields])
     architecture = find_architecture(config.model, sequence_length=16)
-    peaks = [trace_rank(config, architecture, world_size=2, rank=rank).peak.use.total for rank in (0, 1)]
+    first = trace_rank(config, architecture, world_size=2, rank=0).peak
     worst = worst_rank(config, architecture, world_size=2).peak
-    assert (worst.rank, worst.use.total) == (1, peaks[1])
-    assert peaks[1] > 1.05 * peaks[0]
+    assert worst.rank == 1
+    assert worst.use.total > 1.05 * first.use.total
 
 
 def test_a_rank_keeps_whole_what_it_steps_in_part():
@@ -88,18 +91,21 @@ def test_what_quantizes_on_gpus_only_has_a_plan_where_there_is_none():
     assert quantized.state == whole.state
 
 
+SMALL_ADAPTED = ("adapter.merge=false", "model.config.vocab_size=128")
+
+
 def test_an_adapter_leaves_little_to_step(whole):
-    state = trace("strategy=zero2", "adapter=lora").state
+    state = trace("strategy=zero2", "adapter=lora", *SMALL_ADAPTED).state
     assert 0 < state.optimizer < 0.2 * whole.optimizer
 
 
 def test_packed_weights_are_partitioned_as_others_are():
     all_of_them = "strategy.deepspeed={zero_optimization: {stage3_param_persistence_threshold: 0}}"
-    qlora = ("adapter=qlora", "adapter.merge=false", "model.config.vocab_size=128")
+    qlora = ("adapter=qlora", *SMALL_ADAPTED)
     whole = trace("strategy=zero2", *qlora).state
     shared = trace("strategy=zero3", all_of_them, *qlora).state
     assert shared.weights == pytest.approx(whole.weights / 2, rel=1e-3)
-    assert whole.weights < 0.5 * trace("strategy=zero2", "adapter=lora", *qlora[1:]).state.weights
+    assert whole.weights < 0.5 * trace("strategy=zero2", "adapter=lora", *SMALL_ADAPTED).state.weights
 
 
 def test_a_pipeline_shares_the_state_of_a_stage():

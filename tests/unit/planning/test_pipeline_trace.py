@@ -1,5 +1,7 @@
 """Traces of pipelines: each schedule runs on fake tensors, and holds as many micro batches as it keeps alive."""
 
+import functools
+
 import pytest
 
 from hfdist.config.composition.compose import compose_config
@@ -14,6 +16,7 @@ from tests.marks import many
 _WIDTH = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4, "num_attention_heads": 4}
 
 
+@functools.cache
 def _trace(schedule, *, rank=0, sequences=4, world_size=2, overrides=()):
     config = compose_config(
         [

@@ -32,8 +32,13 @@ def _stretches(points: Sequence[Point], most: int) -> list[list[Point]]:
     first, last = points[0][0], points[-1][0]
     width = (last - first) / most or 1.0
     stretches: dict[int, list[Point]] = {}
+    before: int | None = None
+    stretch: list[Point] = []
     for point in points:
-        stretches.setdefault(min(int((point[0] - first) / width), most - 1), []).append(point)
+        place = int((point[0] - first) / width)
+        if place != before:
+            before, stretch = place, stretches.setdefault(min(place, most - 1), [])
+        stretch.append(point)
     return list(stretches.values())
 
 

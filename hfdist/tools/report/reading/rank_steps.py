@@ -5,7 +5,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import zip_longest
+from itertools import starmap, zip_longest
 from typing import TypeVar
 
 from hfdist.records import RankColumn
@@ -79,7 +79,7 @@ class Stretch:
 
 def _each(join: Callable[[Number, Number], Number], first: Sequence[Number], second: Sequence[Number]) -> list[Number]:
     """Join values of the same rank; a rank that one of them lacks counts as 0 there."""
-    return [join(a, b) for a, b in zip_longest(first, second, fillvalue=0)]
+    return list(starmap(join, zip_longest(first, second, fillvalue=0)))
 
 
 class RankSteps:

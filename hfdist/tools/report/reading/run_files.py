@@ -8,6 +8,8 @@ import re
 from collections import deque
 from collections.abc import Mapping
 from datetime import UTC, datetime
+from enum import Enum, auto
+from functools import lru_cache
 from pathlib import Path
 from stat import S_ISREG
 from typing import NamedTuple
@@ -42,6 +44,8 @@ _MOST_BYTES = 1 << 26
 _MOST_SAMPLES = 1000
 _MOST_ROLLOUTS = 64
 _EVALUATION = re.compile(r"eval_(?:.+_)?loss")
+_NUM_KEYS = 256
+"""Keys whose kind is kept: lines have the same ones again and again."""
 
 
 class Span(NamedTuple):
@@ -175,13 +179,14 @@ class RunFiles:
             for key in CURVES:
                 self.columns[key].append(number(line.get(key)))
         for key, value in line.items():
-            if _EVALUATION.fullmatch(key):
+            kind = _kind_of(key)
+            if kind is _Kind.held_out:
                 _add(self.held_out, key, step, value)
-            elif _is_figure(key):
+            elif kind is _Kind.figure:
                 _add(self.figures, key, step, value)
-            elif _is_figure(key.removeprefix("eval_")):
+            elif kind is _Kind.held_out_figure:
                 _add(self.held_out_figures, key.removeprefix("eval_"), step, value)
-            elif key.startswith("data/") and (found := number(value)) is not None:
+            elif kind is _Kind.share and (found := number(value)) is not None:
                 pool, _, figure = key.removeprefix("data/").rpartition("/")
                 self.shares.setdefault(pool, {})[figure] = found
 
@@ -195,6 +200,27 @@ class RunFiles:
         stamp = (stat.st_size, stat.st_mtime_ns)
         has_changed, self._stamps[path] = self._stamps.get(path) != stamp, stamp
         return has_changed
+
+
+class _Kind(Enum):
+    """What a line of metrics says under a key, besides CURVES."""
+
+    held_out = auto()
+    figure = auto()
+    held_out_figure = auto()
+    share = auto()
+    other = auto()
+
+
+@lru_cache(_NUM_KEYS)
+def _kind_of(key: str) -> _Kind:
+    if _EVALUATION.fullmatch(key):
+        return _Kind.held_out
+    if _is_figure(key):
+        return _Kind.figure
+    if _is_figure(key.removeprefix("eval_")):
+        return _Kind.held_out_figure
+    return _Kind.share if key.startswith("data/") else _Kind.other
 
 
 def _is_figure(key: str) -> bool:
