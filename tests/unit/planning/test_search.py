@@ -88,6 +88,16 @@ def test_a_pipeline_whose_middle_does_not_fit_takes_the_place_of_none():
     assert [one.time for one in best] == [min(filter(None, exact.values()), key=lambda one: one.time.seconds).time]
 
 
+def test_uneven_stages_wait_less_than_if_all_were_as_slow_as_the_slowest():
+    model, layout = make_constants(5), Layout(pipeline=4, micro_batch_size=8, num_microbatches=8)
+    evaluator = Evaluator(compose_config(BASE), model, machines(60.0))
+    slowest, played = (evaluator.evaluate(layout, is_exact=is_exact).time for is_exact in (False, True))
+    # Two blocks on each rank.
+    even = Evaluator(compose_config(BASE), make_constants(8), machines(60.0))
+    assert played.seconds < 0.95 * slowest.seconds
+    assert slowest.seconds == pytest.approx(even.evaluate(layout, is_exact=True).time.seconds, rel=0.25)
+
+
 def test_a_pipelines_gradients_are_as_many_beside_packed_weights():
     """These count as fewer elements, in all parts alike."""
 
