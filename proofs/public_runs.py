@@ -1,5 +1,7 @@
 """Plans of runs that others published, each in the layout that it had: `python -m proofs.public_runs docs/plan.md`.
 
+A second table has what the search finds for the same models and devices: `public_search.py`.
+
 Time and memory are those of the search's formulas, which need a few CPU seconds a model and no network. Where hfdist
 lacks a part of a layout, the row names it, and what is planned is the nearest layout that there is.
 Sequence parallelism in compiled blocks is the exception: formulas tell what it would give, and such a row says so.
@@ -26,8 +28,11 @@ from hfdist.planning.searching.evaluate import Candidate, Evaluator, Machines
 from hfdist.planning.searching.search import measure
 from hfdist.units import share, short, size
 from proofs.plan_search import write
+from proofs.public_search import GOAL, search_beside
+from proofs.public_search import table as search_table
 
 BEGIN, END = "<!-- public runs: begin -->", "<!-- public runs: end -->"
+SEARCH_MARKS = "<!-- search beside public runs: begin -->", "<!-- search beside public runs: end -->"
 CLOSE = 0.25
 """How far a plan may be from a published speed."""
 _RUNTIME_BYTES = 1.2 * 2**30
@@ -166,13 +171,11 @@ class Planned:
         return self.tokens_per_second / self.run.tokens_per_second
 
 
-def config_of(run: Run) -> RunConfig:
-    """The config that a run would have in hfdist."""
+def command_of(run: Run) -> tuple[str, ...]:
+    """The overrides that a run would have in hfdist."""
     batch = f"train.global_batch_size={run.global_batch_size}", f"train.micro_batch_size={run.micro_batch_size}"
-    lanes = f"data.lanes={run.global_batch_size}"
-    return compose_config(
-        ["train=bf16", *run.overrides, *batch, lanes, "train.max_steps=1", "data=files", "data.sources.files.path=any"]
-    )
+    data = f"data.lanes={run.global_batch_size}", "data=files", "data.sources.files.path=any"
+    return ("train=bf16", *run.overrides, *batch, *data, "train.max_steps=1")
 
 
 def machines_of(run: Run) -> Machines:
@@ -224,15 +227,28 @@ def _row(one: Planned) -> list[str]:
 
 
 def main(page: Path) -> None:
-    """Plan all, and write the table."""
-    found = []
+    """Plan all, and write the tables."""
+    found, searched = [], []
     for run in RUNS:
-        config = config_of(run)
+        config = compose_config(command_of(run))
         model = constants(run, config)
-        found.append(plan(run, config, model))
+        found.append(one := plan(run, config, model))
+        beside = search_beside(
+            command_of(run),
+            config,
+            model,
+            machines_of(run),
+            devices=run.devices,
+            planned=one.tokens_per_second,
+            published=run.tokens_per_second,
+        )
+        searched.append((f"[{run.name}]({run.source})", run.devices, beside))
     told = [one for one in found if not one.run.lacks and one.plan is not None]
     close = sum(abs(one.ratio - 1) <= CLOSE for one in told)
     write(page, f"\n{close} of {len(told)} lie within {share(CLOSE)}.\n\n{table(found)}\n", BEGIN, END)
+    reach = sum(beside is not None and beside.of_plan >= GOAL for _, _, beside in searched)
+    words = f"{reach} of {len(searched)} reach {GOAL} of the published layout's plan."
+    write(page, f"\n{words}\n\n{search_table(searched)}\n", *SEARCH_MARKS)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import asdict
 
+from hfdist.config.layout import Layout
 from hfdist.planning.costs import bytes_by_axis
 from hfdist.planning.request import PlanRequest
 from hfdist.planning.searching.evaluate import Candidate, Machines
@@ -40,20 +41,24 @@ def _align(row: Sequence[str], widths: Sequence[int]) -> str:
 
 
 def _row(one: Candidate, request: PlanRequest) -> tuple[str, ...]:
-    layout, seconds = one.layout, one.time.seconds
-    recompute = "" if layout.recompute is None else f", recompute {layout.recompute.value}"
-    schedule = f", {layout.schedule.value} of {layout.stages_per_rank} stages a rank" if layout.pipeline > 1 else ""
-    offload = ", offload" if layout.offload.value != "none" else ""
-    sequence = ", tokens shared" if layout.sequence else ""
-    words = f"{layout.describe().partition(': ')[2] or 'one process'}{sequence}; {layout.sharding.value}"
-    micro = f", micro batch {layout.micro_batch_size}"
+    seconds = one.time.seconds
     return (
         duration(seconds),
         short(_tokens(request) / seconds),
         "" if one.mfu is None else share(one.mfu),
         size(one.memory.use.total),
-        f"{words}{micro}{recompute}{schedule}{offload}",
+        describe_layout(one.layout),
     )
+
+
+def describe_layout(layout: Layout) -> str:
+    """Give a layout in words, with its micro batches, and what is computed again."""
+    recompute = "" if layout.recompute is None else f", recompute {layout.recompute.value}"
+    schedule = f", {layout.schedule.value} of {layout.stages_per_rank} stages a rank" if layout.pipeline > 1 else ""
+    offload = ", offload" if layout.offload.value != "none" else ""
+    sequence = ", tokens shared" if layout.sequence else ""
+    words = f"{layout.describe().partition(': ')[2] or 'one process'}{sequence}; {layout.sharding.value}"
+    return f"{words}, micro batch {layout.micro_batch_size}{recompute}{schedule}{offload}"
 
 
 def candidate_to_json(one: Candidate, request: PlanRequest) -> dict[str, object]:

@@ -33,6 +33,9 @@ if TYPE_CHECKING:
     from hfdist.strategies.context import ContextParallel
     from hfdist.strategies.parallel_plans import Plans
 
+_MOVED_BY_A_SUM = 3
+"""Numbers that are read and written where one is added to another, in place."""
+
 
 class Strategy(Partitioning):
     """How one model becomes a distributed one. Cheap: needs no process group until `start`.
@@ -153,8 +156,13 @@ class Strategy(Partitioning):
 
     @classmethod
     def copied(cls, sizes: RankSizes) -> tuple[float, float]:
-        """Bytes that each backward and the optimizer's step read and write more than autograd and the optimizer do."""
-        return 0.0, 0.0
+        """Bytes that each backward and the optimizer's step read and write more than autograd and the optimizer do.
+
+        Each micro batch but the first is added to the gradients of those before: of a pipeline to all of a rank's.
+        """
+        layout = sizes.layout
+        held = sizes.trained if layout.pipeline > 1 else sizes.state_trained * sizes.fractions.gradients
+        return _MOVED_BY_A_SUM * sizes.gradient_bytes * held * (1 - 1 / layout.num_microbatches), 0.0
 
     def start(self) -> None:
         """Do what needs the process group; under ZeRO-3, call it before the model is made. Later calls do nothing."""

@@ -25,6 +25,8 @@ from hfdist.strategies.select import select_strategy
 from hfdist.strategies.step_memory import RankSizes, ShardFractions
 from hfdist.topology import MODEL_AXES
 
+_MOST_PLAYED = 1024
+"""The most forwards of stages for which a pipeline's schedule is played: torch takes a second to write it out."""
 _LOW, _HIGH = 0.85, 1.15
 """Range of a peak by formula, as shares of it; a trace is nearer."""
 
@@ -146,9 +148,10 @@ class Evaluator:
         if memory.use.total > self.machines.usable_bytes:
             return None
         sent = self._traffic(layout, strategy, loads)
-        # The rank with most to compute sets the pace.
-        costs = max((rank_costs(self.model, strategy, sizes[rank], own) for rank, own in loads.items()), key=_flops)
-        time = self.time(replace(costs, traffic=sent), strategy)
+        costs = [replace(rank_costs(model, strategy, sizes[rank], own), traffic=sent) for rank, own in loads.items()]
+        is_played = is_exact and layout.pipeline * layout.stages_per_rank * layout.num_microbatches <= _MOST_PLAYED
+        # Otherwise the rank with most to compute stands for all.
+        time = self.time(costs if is_played else max(costs, key=_flops), strategy)
         if time.seconds >= most_seconds:
             return None
         return Candidate(
@@ -196,8 +199,8 @@ class Evaluator:
         parts = [part for load in loads for part in parts_of(self.model, self.model.shares[1, 1], load)]
         return sum(part.parameters * number for part, _, number in parts)
 
-    def time(self, costs: RankCosts, strategy: Strategy) -> StepTime:
-        """Give the time of a step of `costs`, with its traffic."""
+    def time(self, costs: RankCosts | Sequence[RankCosts], strategy: Strategy) -> StepTime:
+        """Give the time of a step of `costs`, with its traffic: of one rank that stands for all, or of each rank."""
         machines = self.machines
         return step_time(costs, strategy, machines.hardware, self.config.train, machines.factors)
 

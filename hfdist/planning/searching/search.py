@@ -115,9 +115,8 @@ def search_layouts(
     search.run(Offload.none)
     if not search.found:
         search.run(Offload.cpu)
-    exact = [one for c in search.found if (one := evaluator.evaluate(c.layout, is_exact=True)) is not None]
     return SearchResult(
-        candidates=tuple(sorted(exact, key=_order)),
+        candidates=tuple(search.found),
         num_bounded=search.num_bounded,
         num_pruned=search.num_pruned,
         num_evaluated=search.num_evaluated,
@@ -155,7 +154,11 @@ class _Search:
         for layout in layouts:
             self.num_evaluated += 1
             most = self._worst if best is None else best.time.seconds
-            best = self._evaluator.evaluate(layout, most_seconds=most) or best
+            found = self._evaluator.evaluate(layout, most_seconds=most)
+            if found is not None and layout.pipeline > 1:
+                # Of the blocks that each rank will have, which are seldom even, it may fit no more, or take longer.
+                found = self._evaluator.evaluate(layout, most_seconds=most, is_exact=True)
+            best = found or best
         if best is not None:
             insort(self.found, best, key=_order)
             del self.found[self._best :]

@@ -162,7 +162,9 @@ class ZeroStrategy(Strategy):
         """See the base class. ZeRO-1 reduces gradients of all micro batches at once."""
         gradients = _COPIES_OF_GRADIENTS * sizes.trained * (sizes.half_bytes or sizes.gradient_bytes)
         state = _COPIES_OF_STATE * sizes.stepped * sizes.gradient_bytes
-        return (0.0, state + gradients) if STAGE[sizes.layout.sharding] == 1 else (gradients, state)
+        if STAGE[sizes.layout.sharding] == 1:
+            return super().copied(sizes)[0], state + gradients
+        return gradients, state
 
     def start(self) -> None:
         """Let DeepSpeed take over the process group: ZeRO-3's partitioning during construction asks it for the size."""

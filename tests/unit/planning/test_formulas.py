@@ -134,6 +134,21 @@ def test_arithmetic_is_shared_out_and_computed_again():
     assert again - whole == pytest.approx(16 * 2 * BLOCK * model.sequence_length)
 
 
+@pytest.mark.parametrize(("degrees", "share"), [({}, 1.0), ({"data": 4}, 0.25), ({"data": 4, "pipeline": 2}, 0.5)])
+def test_each_micro_batch_is_added_to_the_gradients_of_those_before(degrees, share):
+    """To all gradients of a pipeline's rank, also where the layout shards them after the step."""
+    model = make_constants()
+
+    def moved(number):
+        layout = Layout(**degrees, num_microbatches=number)
+        loads, held = even_loads(model, layout), 1 / layout.data
+        fractions = ShardFractions(weights=held, gradients=held, optimizer=held)
+        costs = rank_costs(model, Strategy, rank_sizes(model, layout, Strategy, fractions, loads), loads)
+        return number * sum(stage.backward.moved_bytes for stage in costs.stages)
+
+    assert moved(4) - 4 * moved(1) == pytest.approx(3 * 4 * 3 * share * model.parameters)
+
+
 def test_what_zero_copies_costs_more_than_its_smaller_step_saves():
     """Two ranks: ddp steps all of the state, ZeRO half of it, but copies gradients through buckets."""
     model = make_constants()

@@ -13,6 +13,7 @@ from hfdist.config.strategy import Offload, Schedule
 from hfdist.errors import ResourceError
 from hfdist.planning import advise as advising
 from hfdist.planning.searching import search
+from hfdist.planning.searching.constants import ShareOfParts
 from hfdist.planning.searching.evaluate import Evaluator, Machines
 from hfdist.planning.searching.layout_space import Space, divisors
 from hfdist.strategies.select import select_strategy
@@ -60,6 +61,41 @@ def test_no_faster_layout_is_missed(gib):
     assert found.candidates[0].time.seconds == min(one.time.seconds for one in every)
     assert found.num_evaluated < len(layouts) / 2
     assert all(one.memory.use.total <= where.usable_bytes for one in found.candidates)
+
+
+def test_a_pipeline_whose_middle_does_not_fit_takes_the_place_of_none():
+    """Blocks in the middle keep more than those at the ends, of which a search asks first."""
+    config, where, model = compose_config([*BASE, "train.global_batch_size=7"]), machines(1.5), make_constants(4)
+    block = MODEL.kinds[0]
+    wide = replace(
+        block,
+        kept={mode: replace(one, whole=8 * one.whole, divided=8 * one.divided) for mode, one in block.kept.items()},
+    )
+    # Four processes have no other layout: seven sequences, which they cannot share, and nothing that is divided.
+    model = replace(
+        model,
+        kinds=(block, wide),
+        kind_of_block=(0, 1, 1, 0),
+        shares={(1, 1): ShareOfParts(kinds=(1.0, 1.0))},
+        shares_tokens=False,
+    )
+    evaluator = Evaluator(config, model, where)
+    layouts = list(Space(config, model, 4, where.per_machine).layouts())
+    exact = {layout: evaluator.evaluate(layout, is_exact=True) for layout in layouts}
+    first = min(filter(None, map(evaluator.evaluate, layouts)), key=lambda one: one.time.seconds)
+    assert exact[first.layout] is None
+    best = search.search_layouts(config, model, where, processes=4, best=1).candidates
+    assert [one.time for one in best] == [min(filter(None, exact.values()), key=lambda one: one.time.seconds).time]
+
+
+def test_uneven_stages_wait_less_than_if_all_were_as_slow_as_the_slowest():
+    model, layout = make_constants(5), Layout(pipeline=4, micro_batch_size=8, num_microbatches=8)
+    evaluator = Evaluator(compose_config(BASE), model, machines(60.0))
+    slowest, played = (evaluator.evaluate(layout, is_exact=is_exact).time for is_exact in (False, True))
+    # Two blocks on each rank.
+    even = Evaluator(compose_config(BASE), make_constants(8), machines(60.0))
+    assert played.seconds < 0.95 * slowest.seconds
+    assert slowest.seconds == pytest.approx(even.evaluate(layout, is_exact=True).time.seconds, rel=0.25)
 
 
 def test_a_pipelines_gradients_are_as_many_beside_packed_weights():
