@@ -26,6 +26,8 @@ DEPTHS = r"(num_|n_|encoder_|decoder_|num_encoder_|num_decoder_|\w*num_hidden_)l
 PERIODS = r"\w*(_period|_interval|_every_n_layers|sliding_window_pattern)"
 BLOCK_INDICES = r"\w*(_layers|_layer_ids|_idxs|_indices|_indexes)"
 VOCABULARIES = r"\w*vocab(_size)?(_per_layer_input|_base)?"
+TOWER_STATES = ("vision_feature_layer", "vision_feature_layers")
+"""Fields that name states of a tower, by the number of the block that they stand after."""
 SPECIAL_TOKENS = r"\w*_token_(id|index)|\w*suppress_tokens"
 
 # The first pattern that matches the whole name of a field gives the most that its integers may be. A field that no
@@ -270,8 +272,13 @@ class _Rules:
             return values[: self._num_rotary_pairs(len(values))]
         if name == "mrope_section":
             pairs = self._num_rotary_pairs(sum(values))
-            rest = [max(pairs * section // sum(values), 1) for section in values[1:]]
-            return [pairs - sum(rest), *rest]
+            small = [max(pairs * section // sum(values), 1) for section in values]
+            # Sections of one size, as ernie's of height and width, stay so.
+            alone = next((place for place, section in enumerate(values) if values.count(section) == 1), 0)
+            small[alone] += pairs - sum(small)
+            return list(small)
+        if name in TOWER_STATES:
+            return [max(min(value, TOWER_BLOCKS), -TOWER_BLOCKS) for value in values]
         return [self.small(name, value) for value in values]
 
     def _num_rotary_pairs(self, pairs: int) -> int:
