@@ -122,7 +122,11 @@ def _small_config(
     _reconcile(small, fields)
     # What the class works out itself, it works out from the small fields; unless it puts the old value back.
     derived = _derived_fields(config, fields)
-    made = _fields(make(**{name: value for name, value in small.items() if name not in derived}))
+    try:
+        made = _fields(make(**{name: value for name, value in small.items() if name not in derived}))
+    except (TypeError, ValueError, StrictDataclassError):
+        # What it puts in their place is for a full size.
+        return make(**small)
     derived -= {name for name in derived if small[name] != fields[name] and made.get(name) == fields[name]}
     return make(**{name: value for name, value in small.items() if name not in derived})
 

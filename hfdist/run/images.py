@@ -13,7 +13,7 @@ from hfdist.data.packing.packed_images import make_trial
 from hfdist.data.tokenization.image_tokens import ImageTokens
 from hfdist.errors import ConfigError
 from hfdist.models import find_architecture
-from hfdist.models.image_text import ImageBatch, may_read_images
+from hfdist.models.image_text import ImageBatch, feature_token, may_read_images
 from hfdist.models.packed_images import find_positions, why_rows_mix
 from hfdist.models.processor import load_processor
 from hfdist.models.resolve import resolve_model
@@ -57,7 +57,8 @@ def find_images(
     if not images.used:
         return None
     _check_layout(config)
-    found = ImageTokens(load_processor(config.model, architecture, tokenizer), find_positions(architecture))
+    processor = load_processor(config.model, architecture, tokenizer)
+    found = ImageTokens(processor, find_positions(architecture), feature_token(architecture))
     # As above: each row has its place by it.
     config.data.packing = _choose_packing(config, architecture, found)
     return found
@@ -105,7 +106,7 @@ def images_of_past_run(config: RunConfig, tokenizer: PreTrainedTokenizerBase) ->
         return None
     model = resolve_model(config.model, cache_dir=cache_dir(config.data)).model
     architecture = find_architecture(model, sequence_length=config.data.sequence_length)
-    return ImageTokens(load_processor(model, architecture, tokenizer))
+    return ImageTokens(load_processor(model, architecture, tokenizer), feature_id=feature_token(architecture))
 
 
 def _check_layout(config: RunConfig) -> None:

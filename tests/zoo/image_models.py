@@ -46,7 +46,7 @@ _COUNTS = ("image_seq_length", "image_seq_len", "num_image_tokens", "num_query_t
 _TEMPLATE = (
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\\n' }}"
     "{% if m.content is string %}{{ m.content }}{% else %}{% for c in m.content %}"
-    "{% if c.type == 'image' %}{{ 'IMAGE' }}{% else %}{{ c.text }}{% endif %}{% endfor %}{% endif %}"
+    "{% if c.type == 'image' %}{{ 'IMAGE' }}{{ '\\n' }}{% else %}{{ c.text }}{% endif %}{% endfor %}{% endif %}"
     "{{ '<|im_end|>\\n' }}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}"
 )
 
@@ -124,7 +124,7 @@ def _small_of_images(name: str, value: object) -> object:
     if name == "patch_size":
         return dict.fromkeys(value, PATCH) if isinstance(value, Mapping) else PATCH
     small = {"image_grid_pinpoints": _TILINGS, "min_patches": 1, "max_patches": 2, "tile_size": SIDE}
-    small |= {"max_image_size": SIDE, "min_image_size": SIDE, "scale_resolution": SIDE, "max_slice_nums": 1}
+    small |= {"max_image_size": SIDE, "min_image_size": SIDE, "max_soft_tokens": 70}
     return small.get(name)
 
 

@@ -85,6 +85,7 @@ FIELDS: dict[str, dict[str, object]] = {
     "gemma4": {"text_config": _SHARED_KEYS, "vision_config": {"model_type": "gemma4_vision"}},
     "gemma4_text": _SHARED_KEYS,
     # The defaults give no size of heads.
+    "glm4v_moe": {"text_config": {"head_dim": 128}},
     "hunyuan_vl": {"text_config": {"head_dim": 128}},
     "hunyuan_v1_dense": {"head_dim": 128},
     "hunyuan_v1_moe": {"head_dim": 128},

@@ -38,21 +38,25 @@ class ImageTokens:
         processor: with the run's tokenizer.
         positions: gives the model's own positions of a document with images, of shape [3, 1, tokens], from what a
             forward takes of it; None: images have those of text.
+        feature_id: the token that the model has a feature in the place of, as its config says it; None: it says none.
 
     Raises:
         ConfigError: it does not say what it writes for an image.
     """
 
-    def __init__(self, processor: ProcessorMixin, positions: Positions | None = None) -> None:
+    def __init__(
+        self, processor: ProcessorMixin, positions: Positions | None = None, feature_id: int | None = None
+    ) -> None:
         own: Any = processor
         self._processor, self.positions = own, positions
         self._expansion = lru_cache(_KNOWN_SIZES)(self._expand)
         try:
             self.token = str(own.image_token)
             """What the chat template writes for an image."""
-            self.ids = np.array([number for number in own.image_token_ids if number is not None])
+            self.ids = np.array([number for number in {*own.image_token_ids, feature_id} if number is not None])
             """Tokens that stand for features in the text of an image."""
-            self.expansion((32, 32))
+            if not self.num_features((32, 32)):
+                raise ValueError("no token that it writes for an image stands for a feature")
         except (AttributeError, KeyError, TypeError, NotImplementedError, ValueError, IndexError) as error:
             raise ConfigError(
                 "this type's processor does not say what it writes for an image",
@@ -71,7 +75,7 @@ class ImageTokens:
         return self._expansion(size)[1]
 
     def _expand(self, size: tuple[int, int]) -> tuple[str, int]:
-        made = self._call([Image.new("RGB", size)], return_text_replacement_offsets=True)
+        made = self._call([Image.new("RGB", size)], return_text_replacement_offsets=True, return_tensors="pt")
         [[replaced]], [ids] = made["text_replacement_offsets"], made["input_ids"]
         return str(replaced["replacement"]), int(np.isin(ids, self.ids).sum())
 
@@ -94,7 +98,7 @@ class ImageTokens:
     @cached_property
     def kinds(self) -> str | None:
         """The forward's name for which tokens stand for images; None: it asks for none."""
-        made = self._call([Image.new("RGB", (32, 32))])
+        made = self._call([Image.new("RGB", (32, 32))], return_tensors="pt")
         return next((name for name in _KINDS if name in made), None)
 
     @cached_property
@@ -107,7 +111,8 @@ class ImageTokens:
 
     def tokens_of(self, image: Image.Image) -> list[int]:
         """Give the tokens in the place of an image."""
-        return list(self._call([image], add_special_tokens=False)["input_ids"][0])
+        made = self._call([image], add_special_tokens=False, return_tensors="pt")
+        return [int(token) for token in made["input_ids"][0]]
 
     def tokens_of_text(self, text: str) -> list[int]:
         """Give the tokens of a text without images."""
