@@ -52,6 +52,7 @@ LIMITS = {
     r"\w*(window|window_size|window_len|chunk_size|chunk_length|local_attention|block_size)": WINDOW_TOKENS,
     r"index(er)?_(topk|budget)": WINDOW_TOKENS,
     r"n_ctx|n_positions|context_length|model_max_length|max_seq_len|max_\w*positions?\w*": POSITIONS,
+    r"\w*position_embedding_size": POSITIONS,
     # Widths.
     r"\w*(moe|expert)\w*(intermediate|hidden)_size": WIDTH // 2,
     r"\w*(intermediate_size|ffn_dim|ffn_hidden_size|feed_forward_size|mlp_dim)\w*": 2 * WIDTH,

@@ -114,6 +114,7 @@ def build_data(config: RunConfig, topology: Topology, architecture: PreTrainedCo
         global_batch_size=islands.shares * config.train.global_batch_size,
         run=run,
     ).read_images(images)
+    stream.tells_images = images is not None and config.task.name.traits.has_reference
     stream.tells_origins = config.task.name.traits.hides_tokens
     stream.may_begin_anew = config.checkpoint.allow_changes
     if topology.is_first_of_replica:

@@ -8,6 +8,7 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from hfdist.config.data import Packing, cache_dir
 from hfdist.config.run import RunConfig
+from hfdist.config.task import TaskName
 from hfdist.data import Corpus, have_images
 from hfdist.data.packing.packed_images import make_trial
 from hfdist.data.tokenization.image_tokens import ImageTokens
@@ -30,12 +31,13 @@ def check_images(config: RunConfig, architecture: PreTrainedConfig) -> None:
 
     ConfigError: the config says that they have some.
     """
-    if may_read_images(architecture) and config.task.name.traits.is_of_next_tokens:
+    if may_read_images(architecture) and config.task.name.traits.reads_images:
         return
     if config.data.images.used:
-        what = "only a model of image and text reads images, and only to learn the next token"
+        what = "only a model of image and text reads images, to learn the next token or from pairs of answers"
         found = f"true, with {architecture.model_type} and task={config.task.name.value}"
-        allowed = "a type with an AutoModelForImageTextToText class, with task=causal_lm"
+        tasks = ", ".join(name.value for name in TaskName if name.traits.reads_images)
+        allowed = f"a type with an AutoModelForImageTextToText class, with one of these tasks: {tasks}"
         raise ConfigError(what, where=_KEY, found=found, allowed=allowed, hint=f"{_KEY}=false")
     config.data.images.used = False
 
@@ -81,6 +83,10 @@ def _choose_packing(config: RunConfig, architecture: PreTrainedConfig, images: I
         return Packing.none
     what = f"packed rows with images are not computed as by themselves: {reason}"
     found = f"{asked.value}, with {architecture.model_type}"
+    if config.task.name is not TaskName.causal_lm:
+        what = f"pairs of answers are packed, and {what}"
+        hint = "a model of another type; or data.images.used=false, which trains on text alone"
+        raise ConfigError(what, where="task", found=f"{config.task.name.value}, {found}", hint=hint)
     raise ConfigError(what, where=where, found=found, allowed="none for this model", hint="data.packing=none")
 
 

@@ -51,7 +51,7 @@ class ImageTokens:
         self._processor, self.positions = own, positions
         self._expansion = lru_cache(_KNOWN_SIZES)(self._expand)
         try:
-            self.token = str(own.image_token)
+            self.token = str(getattr(own, "image_placeholder_token", None) or own.image_token)
             """What the chat template writes for an image."""
             self.ids = np.array([number for number in {*own.image_token_ids, feature_id} if number is not None])
             """Tokens that stand for features in the text of an image."""
@@ -100,6 +100,11 @@ class ImageTokens:
         """The forward's name for which tokens stand for images; None: it asks for none."""
         made = self._call([Image.new("RGB", (32, 32))], return_tensors="pt")
         return next((name for name in _KINDS if name in made), None)
+
+    @property
+    def forward_names(self) -> tuple[str, ...]:
+        """Names of what a forward takes of images besides tokens, their positions and their mask."""
+        return (*self.none[1], *(() if self.kinds is None else (self.kinds,)))
 
     @cached_property
     def none(self) -> tuple[list[int], dict[str, NDArray[Any]]]:
