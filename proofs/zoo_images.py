@@ -58,9 +58,6 @@ plain gradient descent has changed. So the folder has the same tensors by the sa
 {_reasons(found)}"""
 
 
-
-
-
 def _table(found: Found) -> str:
     rows = []
     for kind, one in found.items():

@@ -8,12 +8,14 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from hfdist.config.data import Packing, cache_dir
 from hfdist.config.run import RunConfig
+from hfdist.config.strategy import Sharding
 from hfdist.config.task import TaskName
 from hfdist.data import Corpus, have_images
 from hfdist.data.packing.packed_images import make_trial
 from hfdist.data.tokenization.image_tokens import ImageTokens
 from hfdist.errors import ConfigError
 from hfdist.models import find_architecture
+from hfdist.models.image_calls import module_of_each_image
 from hfdist.models.image_text import ImageBatch, feature_token, may_read_images
 from hfdist.models.packed_images import find_positions, why_rows_mix
 from hfdist.models.processor import load_processor
@@ -61,6 +63,7 @@ def find_images(
     _check_layout(config)
     processor = load_processor(config.model, architecture, tokenizer)
     found = ImageTokens(processor, find_positions(architecture), feature_token(architecture))
+    _check_calls(config, architecture, found)
     # As above: each row has its place by it.
     config.data.packing = _choose_packing(config, architecture, found)
     return found
@@ -113,6 +116,24 @@ def images_of_past_run(config: RunConfig, tokenizer: PreTrainedTokenizerBase) ->
     model = resolve_model(config.model, cache_dir=cache_dir(config.data)).model
     architecture = find_architecture(model, sequence_length=config.data.sequence_length)
     return ImageTokens(load_processor(model, architecture, tokenizer), feature_id=feature_token(architecture))
+
+
+def _check_calls(config: RunConfig, architecture: PreTrainedConfig, images: ImageTokens) -> None:
+    """Refuse ZeRO-3 for a type of which each image calls a module: ranks would gather other weights together."""
+    if config.strategy.sharding is not Sharding.zero3:
+        return
+    names = images.none[1].keys()
+    module = module_of_each_image(
+        architecture, lambda: [batch for batch in make_trial(images)[1] if names <= batch.keys()]
+    )
+    if module is not None:
+        raise ConfigError(
+            "ZeRO-3 gathers weights in each call of a module, and this type calls one for each image",
+            where="strategy.sharding",
+            found=f"zero3, with {module} of {architecture.model_type}",
+            allowed="ddp, zero1, zero2, fsdp2",
+            hint="strategy=fsdp2; or data.images.used=false, which trains on text alone",
+        )
 
 
 def _check_layout(config: RunConfig) -> None:

@@ -65,7 +65,12 @@ def rows(tmp_path_factory):
 
 
 def make_config(folder, model, rows, *overrides):
-    own = (f"model.name={model}", f"model.tokenizer.name={model}", f"data.sources.files.path={rows}", f"run.dir={folder}")
+    own = (
+        f"model.name={model}",
+        f"model.tokenizer.name={model}",
+        f"data.sources.files.path={rows}",
+        f"run.dir={folder}",
+    )
     words = ("task=dpo", "data.sequence_length=384", "train.micro_batch_size=1", *own, *overrides)
     return compose_config([*COMMON, *words], name="tune")
 

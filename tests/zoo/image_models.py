@@ -179,7 +179,7 @@ def make_config(model_type: str, tokenizer: PreTrainedTokenizerFast) -> PreTrain
 def _has_rotary_section(text: PreTrainedConfig) -> bool:
     """Whether the code of a type divides rotary pairs into time, height and width."""
     module = type(text).__module__.replace(".configuration_", ".modeling_")
-    return "\"mrope_section\"" in inspect.getsource(importlib.import_module(module))
+    return '"mrope_section"' in inspect.getsource(importlib.import_module(module))
 
 
 _OF_MODELS: Mapping[str, object] = {
@@ -261,7 +261,9 @@ def _count_features(model: PreTrainedModel, images: Any) -> int:
         # Tokens at the ends of lines are no features; the processor counts them.
         return NUM_PATCHES
     given = images([Image.new("RGB", (SIDE, SIDE))], return_tensors="pt")
-    find = next(module.get_image_features for module in (model, model.base_model) if hasattr(module, "get_image_features"))
+    find = next(
+        module.get_image_features for module in (model, model.base_model) if hasattr(module, "get_image_features")
+    )
     takes = inspect.signature(find).parameters
     with torch.no_grad():
         found = find(**{name: value for name, value in given.items() if name in takes}).pooler_output

@@ -57,7 +57,8 @@ def stack_packed(
         sequences: packed, with their images.
         shape: of sequences.
         images: of the run.
-        needs_image, tells_rows: as of `stack_packed_rows`.
+        needs_image: as of `stack_packed_rows`.
+        tells_rows: as of `stack_packed_rows`.
         tells_images: as of `packed_row`.
 
     Returns:

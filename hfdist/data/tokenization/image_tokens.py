@@ -57,6 +57,8 @@ class ImageTokens:
             """Tokens that stand for features in the text of an image."""
             if not self.num_features((32, 32)):
                 raise ValueError("no token that it writes for an image stands for a feature")
+            if unknown := self._unknown_of_tokens():
+                raise ValueError(f"it also gives {unknown} of each token, which is not known here")
         except (AttributeError, KeyError, TypeError, NotImplementedError, ValueError, IndexError) as error:
             raise ConfigError(
                 "this type's processor does not say what it writes for an image",
@@ -78,6 +80,12 @@ class ImageTokens:
         made = self._call([Image.new("RGB", size)], return_text_replacement_offsets=True, return_tensors="pt")
         [[replaced]], [ids] = made["text_replacement_offsets"], made["input_ids"]
         return str(replaced["replacement"]), int(np.isin(ids, self.ids).sum())
+
+    def _unknown_of_tokens(self) -> str | None:
+        """Give the name of what the processor says of each token beside what `row` has."""
+        made = self._call([Image.new("RGB", (64, 32))], return_tensors="pt")
+        shape = made["input_ids"].shape
+        return next((name for name in made if name not in self.text_names and made[name].shape == shape), None)
 
     def inputs(self, images: Sequence[Image.Image]) -> dict[str, NDArray[Any]]:
         """Give the tensors of the images of a row, which has one or more."""
