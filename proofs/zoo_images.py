@@ -55,7 +55,9 @@ plain gradient descent has changed. So the folder has the same tensors by the sa
 *Not yet*: it could not be tried, and so nothing is said of it. Each type has processes of its own, with limits.
 
 {_table(found)}
-{_reasons(found)}"""
+
+{_reasons(found)}
+"""
 
 
 def _table(found: Found) -> str:
