@@ -83,7 +83,8 @@ class ImageTokens:
 
     def _unknown_of_tokens(self) -> str | None:
         """Give the name of what the processor says of each token beside what `row` has."""
-        made = self._call([Image.new("RGB", (64, 32))], return_tensors="pt")
+        # Two, so that no tensor of images has the one row that tokens have.
+        made = self._call([Image.new("RGB", (64, 32))] * 2, return_tensors="pt")
         shape = made["input_ids"].shape
         return next((name for name in made if name not in self.text_names and made[name].shape == shape), None)
 
