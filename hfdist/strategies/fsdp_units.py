@@ -81,8 +81,8 @@ def shard_by_blocks(
     # By this transformers knows that every rank must take part in each forward, and that micro batches accumulate.
     cast(Any, model)._is_fsdp_managed_module = True
     if reads_images(model):
-        # Features of images are an output, too: where no loss is one, their gradient alone would let the root gather the
-        # last block ahead, after its backward, on ranks with images only.
+        # Features of images are an output, too. Where no loss is one, their gradient alone would let the root gather
+        # the last block ahead, after its backward, on ranks with images only.
         cast(FSDPModule, root).set_modules_to_backward_prefetch([cast(FSDPModule, root)])
     if unused is None or unused or reads_images(model):
         # Else ranks that use other parameters would reduce buffers of other sizes.
