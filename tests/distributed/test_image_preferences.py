@@ -173,8 +173,7 @@ def test_losses_and_weights_are_those_of_trl(models, tmp_path, cache_dir):
     [
         # Packed rows of gemma3 see each other.
         ("gemma3", (), "pairs of answers are packed"),
-        many("llava", ("strategy=long_context",), "not tried on rows with images"),
-        many("llava", ("task=reward", "data.images.used=true"), "only a model of image and text"),
+        many("llava", ("task=kto", "data.images.used=true"), "only a model of image and text"),
     ],
 )
 def test_what_is_not_computed_alike_is_refused_before_weights(
