@@ -42,10 +42,11 @@ matrices: $(READY)  ## Run the cases that `make test` leaves out: other layouts 
 	  --ignore=tests/distributed/test_pipeline_mesh.py --ignore=tests/distributed/test_layout_changes.py \
 	  --ignore=tests/unit/data/test_any_interruption.py
 
-zoo: $(READY)  ## Split every causal language model of transformers at its blocks, try all masked ones and encoder-decoders, and write docs/zoo.md and docs/zoo-tasks.md.
+zoo: $(READY)  ## Split every causal language model of transformers at its blocks, try all masked ones, encoder-decoders, and those of image and text, and write their pages.
 	$(BIN)/python -m pytest tests/zoo -m zoo
 	$(BIN)/python -m proofs.zoo docs/zoo.md
 	$(BIN)/python -m proofs.zoo_tasks docs/zoo-tasks.md
+	$(BIN)/python -m proofs.zoo_images docs/zoo-images.md
 
 parity: $(READY)  ## Compare all 72 pipeline layouts with one process, and write docs/parity.md (about 10 minutes).
 	$(BIN)/python -m proofs.parity docs/parity.md

@@ -86,7 +86,7 @@ _TOLD_APART = {
 }
 COLUMNS = _TOLD_APART | {
     RowFormat.auto: tuple(dict.fromkeys(name for names in _TOLD_APART.values() for name in names)),
-    RowFormat.preference: ("chosen", "rejected", "prompt", "tools"),
+    RowFormat.preference: ("chosen", "rejected", "prompt", "tools", *_IMAGES),
     RowFormat.unpaired_preference: ("prompt", "completion", "label", "tools"),
     RowFormat.prompt: ("prompt", "tools"),
     RowFormat.retrieval: ("query", "anchor", "positive", "pos", *NEGATIVES),

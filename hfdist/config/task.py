@@ -174,6 +174,8 @@ class Traits:
     """Whether its rows are compared with the model that it begins with."""
     is_of_next_tokens: bool = False
     """Whether it trains the next tokens of texts, so that its loss has a perplexity."""
+    reads_images: bool = False
+    """Whether its rows may have images, with a model that reads them."""
     packing: Packing | None = None
     """What `data.packing=auto` is; None: as the rows need it."""
     hides_tokens: bool = False
@@ -260,6 +262,7 @@ TRAITS = {
         learning_rate=2e-5,
         loss_unit="nats a token",
         is_of_next_tokens=True,
+        reads_images=True,
         is_planned=True,
     ),
     TaskName.dpo: Traits(
@@ -272,6 +275,7 @@ TRAITS = {
         row_format=RowFormat.preference,
         losses=_WITH_REFERENCE,
         has_reference=True,
+        reads_images=True,
         is_planned=True,
     ),
     TaskName.cpo: Traits(
@@ -289,6 +293,7 @@ TRAITS = {
             TaskLoss.simpo,
             TaskLoss.orpo,
         ),
+        reads_images=True,
         is_planned=True,
     ),
     TaskName.kto: Traits(

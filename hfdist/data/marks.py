@@ -35,8 +35,8 @@ def reject(tokens: Tokens) -> Tokens:
 
 def join(first: Tokens, second: Tokens) -> Tokens:
     """Put two documents into one example. The first token of a document has nothing before it, so it is no target."""
-    second = second.copy()
-    second[:1] = ~(ids_of(second[:1]) | BEGINS)
+    is_image, second = are_images(second[:1]), second.copy()
+    second[:1] = ~(ids_of(second[:1]) | BEGINS | np.where(is_image, IMAGE, 0).astype(np.int32))
     return np.concatenate([first, second])
 
 

@@ -43,6 +43,12 @@ def may_read_images(architecture: PreTrainedConfig) -> bool:
     return of_text in (None, own) or own in (getattr(architecture, "architectures", None) or ())
 
 
+def feature_token(architecture: PreTrainedConfig) -> int | None:
+    """Give the token that a model has a feature of an image in the place of; None: its config does not say."""
+    names = ("image_token_id", "image_token_index")
+    return next((found for name in names if (found := getattr(architecture, name, None)) is not None), None)
+
+
 def names_of_parts(model: PreTrainedModel) -> dict[str, list[str]]:
     """Give the names of the parameters of each part; the model is whole, with or without an adapter.
 

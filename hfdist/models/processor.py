@@ -47,8 +47,12 @@ def load_processor(
         ConfigError: there are no such files, or transformers makes no processor of them here.
     """
     name = PROCESSOR_MAPPING_NAMES.get(architecture.model_type)
+    if name is None:
+        what = "transformers names no processor for this type of model, which would say what an image becomes"
+        hint = "data.images.used=false, which trains on text alone"
+        raise ConfigError(what, where="model.name", found=architecture.model_type, hint=hint)
     files = list_processor_files(config)
-    if not files or name is None:
+    if not files:
         found = config.name or architecture.model_type
         hint = "a model.name with preprocessor_config.json; or data.images.used=false, which trains on text alone"
         raise ConfigError(_NO_FILES, where="model.name", found=found, allowed=", ".join(PROCESSOR_FILES), hint=hint)

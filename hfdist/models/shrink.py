@@ -26,6 +26,8 @@ DEPTHS = r"(num_|n_|encoder_|decoder_|num_encoder_|num_decoder_|\w*num_hidden_)l
 PERIODS = r"\w*(_period|_interval|_every_n_layers|sliding_window_pattern)"
 BLOCK_INDICES = r"\w*(_layers|_layer_ids|_idxs|_indices|_indexes)"
 VOCABULARIES = r"\w*vocab(_size)?(_per_layer_input|_base)?"
+TOWER_STATES = ("vision_feature_layer", "vision_feature_layers")
+"""Fields that name states of a tower, by the number of the block that they stand after."""
 SPECIAL_TOKENS = r"\w*_token_(id|index)|\w*suppress_tokens"
 
 # The first pattern that matches the whole name of a field gives the most that its integers may be. A field that no
@@ -50,6 +52,7 @@ LIMITS = {
     r"\w*(window|window_size|window_len|chunk_size|chunk_length|local_attention|block_size)": WINDOW_TOKENS,
     r"index(er)?_(topk|budget)": WINDOW_TOKENS,
     r"n_ctx|n_positions|context_length|model_max_length|max_seq_len|max_\w*positions?\w*": POSITIONS,
+    r"\w*position_embedding_size": POSITIONS,
     # Widths.
     r"\w*(moe|expert)\w*(intermediate|hidden)_size": WIDTH // 2,
     r"\w*(intermediate_size|ffn_dim|ffn_hidden_size|feed_forward_size|mlp_dim)\w*": 2 * WIDTH,
@@ -134,7 +137,11 @@ def _small_config(
     _reconcile(small, fields)
     # What the class works out itself, it works out from the small fields; unless it puts the old value back.
     derived = _derived_fields(config, fields)
-    made = _fields(make(**{name: value for name, value in small.items() if name not in derived}))
+    try:
+        made = _fields(make(**{name: value for name, value in small.items() if name not in derived}))
+    except (TypeError, ValueError, StrictDataclassError):
+        # What it puts in their place is for a full size.
+        return make(**small)
     derived -= {name for name in derived if small[name] != fields[name] and made.get(name) == fields[name]}
     return make(**{name: value for name, value in small.items() if name not in derived})
 
@@ -284,8 +291,13 @@ class _Rules:
             return values[: self._num_rotary_pairs(len(values))]
         if name == "mrope_section":
             pairs = self._num_rotary_pairs(sum(values))
-            rest = [max(pairs * section // sum(values), 1) for section in values[1:]]
-            return [pairs - sum(rest), *rest]
+            small = [max(pairs * section // sum(values), 1) for section in values]
+            # Sections of one size, as ernie's of height and width, stay so.
+            alone = next((place for place, section in enumerate(values) if values.count(section) == 1), 0)
+            small[alone] += pairs - sum(small)
+            return list(small)
+        if name in TOWER_STATES:
+            return [max(min(value, TOWER_BLOCKS), -TOWER_BLOCKS) for value in values]
         return [self.small(name, value) for value in values]
 
     def _num_rotary_pairs(self, pairs: int) -> int:

@@ -39,7 +39,7 @@ from hfdist.trainer.checkpointing.start import check_resume, find_start
 from hfdist.trainer.trainer import Trainer
 from hfdist.tune.acting import check_turns
 from hfdist.tune.choose import check_special_tokens, make_objective
-from hfdist.tune.fit_model import fit_model
+from hfdist.tune.fit_model import check_fits, fit_model
 from hfdist.tune.student_answers import check_prompts
 from hfdist.tune.teacher import check_teacher
 
@@ -178,6 +178,9 @@ class Run(RunState):
             config, data.tokenizer, data.held_out, strategy=self.strategy, arguments=arguments
         )
         if self.objective is not None:
+            if data.images is None:
+                # As above.
+                check_fits(model, self._head)
             fit_model(model, data.tokenizer, self._head)
         speed_up(config, model, self.strategy)
         # First: they set what the options have.

@@ -114,6 +114,7 @@ def build_data(config: RunConfig, topology: Topology, architecture: PreTrainedCo
     ).read_images(images)
     # Before the config is written down: the stream has settled `auto`.
     config.data.packing = stream.config.packing
+    stream.tells_images = images is not None and config.task.name.traits.has_reference
     stream.tells_origins = config.task.name.traits.hides_tokens
     stream.may_begin_anew = config.checkpoint.allow_changes
     if topology.is_first_of_replica:

@@ -8,12 +8,15 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from hfdist.config.data import Packing, cache_dir
 from hfdist.config.run import RunConfig
+from hfdist.config.strategy import Sharding
+from hfdist.config.task import TaskName
 from hfdist.data import Corpus, have_images
 from hfdist.data.packing.packed_images import make_trial
 from hfdist.data.tokenization.image_tokens import ImageTokens
 from hfdist.errors import ConfigError
 from hfdist.models import find_architecture
-from hfdist.models.image_text import ImageBatch, may_read_images
+from hfdist.models.image_calls import module_of_each_image
+from hfdist.models.image_text import ImageBatch, feature_token, may_read_images
 from hfdist.models.packed_images import find_positions, why_rows_mix
 from hfdist.models.processor import load_processor
 from hfdist.models.resolve import resolve_model
@@ -30,12 +33,13 @@ def check_images(config: RunConfig, architecture: PreTrainedConfig) -> None:
 
     ConfigError: the config says that they have some.
     """
-    if may_read_images(architecture) and config.task.name.traits.is_of_next_tokens:
+    if may_read_images(architecture) and config.task.name.traits.reads_images:
         return
     if config.data.images.used:
-        what = "only a model of image and text reads images, and only to learn the next token"
+        what = "only a model of image and text reads images, to learn the next token or from pairs of answers"
         found = f"true, with {architecture.model_type} and task={config.task.name.value}"
-        allowed = "a type with an AutoModelForImageTextToText class, with task=causal_lm"
+        tasks = ", ".join(name.value for name in TaskName if name.traits.reads_images)
+        allowed = f"a type with an AutoModelForImageTextToText class, with one of these tasks: {tasks}"
         raise ConfigError(what, where=_KEY, found=found, allowed=allowed, hint=f"{_KEY}=false")
     config.data.images.used = False
 
@@ -57,7 +61,9 @@ def find_images(
     if not images.used:
         return None
     _check_layout(config)
-    found = ImageTokens(load_processor(config.model, architecture, tokenizer), find_positions(architecture))
+    processor = load_processor(config.model, architecture, tokenizer)
+    found = ImageTokens(processor, find_positions(architecture), feature_token(architecture))
+    _check_calls(config, architecture, found)
     # As above: each row has its place by it.
     config.data.packing = _choose_packing(config, architecture, found)
     return found
@@ -80,6 +86,10 @@ def _choose_packing(config: RunConfig, architecture: PreTrainedConfig, images: I
         return Packing.none
     what = f"packed rows with images are not computed as by themselves: {reason}"
     found = f"{asked.value}, with {architecture.model_type}"
+    if config.task.name is not TaskName.causal_lm:
+        what = f"pairs of answers are packed, and {what}"
+        hint = "a model of another type; or data.images.used=false, which trains on text alone"
+        raise ConfigError(what, where="task", found=f"{config.task.name.value}, {found}", hint=hint)
     raise ConfigError(what, where=where, found=found, allowed="none for this model", hint="data.packing=none")
 
 
@@ -105,7 +115,25 @@ def images_of_past_run(config: RunConfig, tokenizer: PreTrainedTokenizerBase) ->
         return None
     model = resolve_model(config.model, cache_dir=cache_dir(config.data)).model
     architecture = find_architecture(model, sequence_length=config.data.sequence_length)
-    return ImageTokens(load_processor(model, architecture, tokenizer))
+    return ImageTokens(load_processor(model, architecture, tokenizer), feature_id=feature_token(architecture))
+
+
+def _check_calls(config: RunConfig, architecture: PreTrainedConfig, images: ImageTokens) -> None:
+    """Refuse ZeRO-3 for a type of which each image calls a module: ranks would gather other weights together."""
+    if config.strategy.sharding is not Sharding.zero3:
+        return
+    names = images.none[1].keys()
+    module = module_of_each_image(
+        architecture, lambda: [batch for batch in make_trial(images)[1] if names <= batch.keys()]
+    )
+    if module is not None:
+        raise ConfigError(
+            "ZeRO-3 gathers weights in each call of a module, and this type calls one for each image",
+            where="strategy.sharding",
+            found=f"zero3, with {module} of {architecture.model_type}",
+            allowed="ddp, zero1, zero2, fsdp2",
+            hint="strategy=fsdp2; or data.images.used=false, which trains on text alone",
+        )
 
 
 def _check_layout(config: RunConfig) -> None:

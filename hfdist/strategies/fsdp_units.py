@@ -80,6 +80,10 @@ def shard_by_blocks(
         cast(Any, root).to = lambda *_, **__: root
     # By this transformers knows that every rank must take part in each forward, and that micro batches accumulate.
     cast(Any, model)._is_fsdp_managed_module = True
+    if reads_images(model):
+        # Features of images are an output, too. Where no loss is one, their gradient alone would let the root gather
+        # the last block ahead, after its backward, on ranks with images only.
+        cast(FSDPModule, root).set_modules_to_backward_prefetch([cast(FSDPModule, root)])
     if unused is None or unused or reads_images(model):
         # Else ranks that use other parameters would reduce buffers of other sizes.
         cast(FSDPModule, root).set_reduce_scatter_unused_params(True)

@@ -21,6 +21,7 @@ import transformers
 from hfdist.atomic_write import write_atomically
 from hfdist.collectives import on_all_ranks, on_rank_zero
 from hfdist.config.batch import IGNORED
+from hfdist.data.packing.sequence import IMAGE_DIGESTS, text_positions
 from hfdist.strategies.engine import Batch
 from hfdist.trainer.training import Training
 
@@ -140,12 +141,16 @@ def _held_out(trainer: transformers.Trainer) -> Iterator[Batch]:
 def places(batch: Batch) -> Iterator[Place]:
     """Give the documents with a target of a batch on the CPU, in the order of rows."""
     ids, labels = batch["input_ids"].numpy(), batch["labels"].numpy()
-    positions = batch.get("position_ids")
+    positions, images = batch.get("position_ids"), batch.get(IMAGE_DIGESTS)
+    positions = None if positions is None else text_positions(positions)
     for row in range(len(ids)):
         # A row without positions is one document.
         starts = [] if positions is None else torch.nonzero(positions[row, 1:] == 0)[:, 0].add(1).tolist()
         for start, stop in pairwise([0, *starts, ids.shape[1]]):
             if (labels[row, start:stop] != IGNORED).any():
                 content = ids[row, start:stop].tobytes() + (labels[row, start:stop] == IGNORED).tobytes()
+                if images is not None and images[row, start]:
+                    # The same tokens may stand for other images.
+                    content += images[row, start].numpy().tobytes()
                 key = int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little")
                 yield Place(row, start, stop, key)

@@ -17,12 +17,8 @@ def fit_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, head: 
 
     Log-probabilities of answers are compared, and dropout would make them differ by chance. Where a text is read by
     itself, as the model's `head` says, nothing is compared, and dropout stays.
-
-    Raises:
-        ConfigError: as of `check_packable`.
     """
-    check_fits(model, head)
-    if model.config.pad_token_id is None:
+    if getattr(model.config, "pad_token_id", 0) is None:
         # A model for sequence classification asks for it.
         own = tokenizer.pad_token_id
         model.config.pad_token_id = tokenizer.eos_token_id if own is None else own

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from functools import partial
 
 import torch
 from transformers import TrainerCallback
@@ -15,7 +14,7 @@ from hfdist.trainer.step.forwards import evaluating
 from hfdist.trainer.training import Training
 from hfdist.tune.document_table import places
 from hfdist.tune.preference import Preferences
-from hfdist.tune.reference import REFERENCE, log_probabilities_of_answers
+from hfdist.tune.reference import REFERENCE, answers_of
 from hfdist.tune.reference_weights import ReferenceWeights, following
 from hfdist.tune.shared_values import share_values
 
@@ -64,7 +63,7 @@ class FollowedPreferences(Preferences):
     def _learn(self, batches: Iterable[Batch], forward: Forward) -> None:
         """Compute the log-probabilities of the documents of batches. A collective."""
         self._known = {}
-        of_answers = partial(log_probabilities_of_answers, self._training.head)
+        of_answers = answers_of(self._training)
         with self._weights.in_place():
             for batch in batches:
                 values = share_values(self._training, batch, forward, of_answers)

@@ -8,7 +8,6 @@ The pair is a row of two documents, as the rows of `task=dpo` are. Answers that 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 
 import torch
 from torch import nn
@@ -21,7 +20,7 @@ from hfdist.trainer.step.forwards import evaluating
 from hfdist.trainer.training import Training
 from hfdist.tune.own_answers import OwnAnswers
 from hfdist.tune.preference import Preferences
-from hfdist.tune.reference import REFERENCE, log_probabilities_of_answers
+from hfdist.tune.reference import REFERENCE, answers_of
 from hfdist.tune.rollout import Rollouts
 from hfdist.tune.rollout_rows import LEAST_TOKENS, REWARDS
 from hfdist.tune.shared_values import share_values
@@ -49,7 +48,7 @@ class OnlinePreferences(OwnAnswers):
     def begin_step(self, batches: list[Batch], hooks: TrainerHooks) -> list[Batch]:
         """Have the prompts of a step answered; give the pairs, with the reference's log-probabilities."""
         pairs = [pair_up(batch, self._task.num_generations) for batch in self.answer(batches)]
-        of_answers = partial(log_probabilities_of_answers, self._training.head)
+        of_answers = answers_of(self._training)
         with evaluating(self._training, are_training=True) as forward, self._kept().in_place():
             pairs = [batch | {REFERENCE: share_values(self._training, batch, forward, of_answers)} for batch in pairs]
         return self._pairs.begin_step(pairs, hooks)

@@ -6,7 +6,7 @@ evaluation. The log-probabilities are kept in the run's folder, where a resume i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -55,7 +55,7 @@ class ReferenceTable(DocumentTable):
 
         @contextmanager
         def learning() -> Iterator[Learn]:
-            was_training, answers = training.model.training, partial(log_probabilities_of_answers, training.head)
+            was_training, answers = training.model.training, answers_of(training)
             with evaluating(training) as forward:
                 # Added up: each part is learned.
                 yield lambda batch: sum(self._learn(part, forward, answers) for part in parts(batch)) > 0
@@ -108,10 +108,23 @@ class ReferenceTable(DocumentTable):
                     self._known |= dict(zip(file["keys"].tolist(), file["values"].tolist(), strict=True))
 
 
-def log_probabilities_of_answers(head: LossHead | None, model: nn.Module, batch: Batch) -> torch.Tensor:
+def answers_of(training: Training) -> Callable[[nn.Module, Batch], torch.Tensor]:
+    """Give what computes the log-probability of each document's answer, of a model and a batch of a training."""
+    return partial(log_probabilities_of_answers, training.head, of_images=image_names(training))
+
+
+def image_names(training: Training) -> tuple[str, ...]:
+    """Give the names of what a forward takes of images in the batches of a training; none where rows have no images."""
+    images = None if training.stream is None else training.stream.images
+    return () if images is None else images.forward_names
+
+
+def log_probabilities_of_answers(
+    head: LossHead | None, model: nn.Module, batch: Batch, *, of_images: Collection[str] = ()
+) -> torch.Tensor:
     """Give the log-probability of each document's answer at its first token; shape [rows, tokens]."""
 
     def place(documents: Documents, log_probabilities: torch.Tensor) -> torch.Tensor:
         return torch.where(documents.is_first, log_probabilities[documents.of_token], 0.0)
 
-    return reduce_answers(head, model, batch, place)
+    return reduce_answers(head, model, batch, place, of_images=of_images)

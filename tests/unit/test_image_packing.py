@@ -11,6 +11,7 @@ from hfdist.errors import ConfigError
 from hfdist.run.images import find_images
 from tests.distributed.image_runs import make_config, write_rows
 from tests.image_models import save_model
+from tests.zoo.image_models import make_model_and_processor, save
 
 
 @pytest.fixture(scope="module")
@@ -66,3 +67,18 @@ def test_a_packing_that_cannot_be_is_refused(find, family, asked, message):
         find(family, f"data.packing={asked}")
     assert caught.value.where == "data.packing"
     assert asked in caught.value.found
+
+
+def test_zero3_is_refused_where_each_image_calls_a_module(rows, tmp_path, cache_dir):
+    """Its projector is called for each image; that of the types above once."""
+    model = save(*make_model_and_processor("paddleocr_vl"), tmp_path / "model")
+    architecture, tokenizer = AutoConfig.from_pretrained(model), AutoTokenizer.from_pretrained(model)
+    config = make_config(tmp_path / "run", model, rows, "strategy=zero3")
+    with pytest.raises(ConfigError, match="calls one for each image") as caught:
+        find_images(config, open_corpus(config.data), architecture, tokenizer)
+    assert caught.value.where == "strategy.sharding"
+    assert "projector" in caught.value.found
+
+
+def test_zero3_takes_a_type_that_calls_each_module_once(find):
+    assert find("llava", "strategy=zero3").images.used

@@ -43,6 +43,14 @@ _QWEN4_EXP = {
     "ple_layer_ids": [2],
     "eos_token_id": 1,
 }
+_COHERE_COMPASS = {
+    "layer_types": ["sliding_attention", "sliding_attention", "sliding_attention", "full_attention"],
+    "num_hidden_layers": 4,
+    "rope_parameters": {
+        "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [24, 20, 20]},
+        "full_attention": None,
+    },
+}
 _SHARED_KEYS = {
     "layer_types": ["sliding_attention", "full_attention"] * 3,
     "num_hidden_layers": 6,
@@ -58,16 +66,13 @@ FIELDS: dict[str, dict[str, object]] = {
     # Block-sparse attention is for encoders.
     "big_bird": {"attention_type": "original_full"},
     # The default has no rotary parameters for its kinds of blocks, and one kind only.
-    "cohere_compass_text": {
-        "layer_types": ["sliding_attention", "sliding_attention", "sliding_attention", "full_attention"],
-        "num_hidden_layers": 4,
-        "rope_parameters": {
-            "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [24, 20, 20]},
-            "full_attention": None,
-        },
-    },
+    "cohere_compass": {"text_config": _COHERE_COMPASS},
+    "cohere_compass_text": _COHERE_COMPASS,
     # Its attention reads a field that the attention's config lacks.
     "dbrx": {"attn_config": {"kv_n_heads": 8, "clip_qkv": 8.0, "rope_theta": 10000.0}},
+    # The defaults say nothing of kinds of blocks, or which features go to which block.
+    "deepseek_ocr2": {"text_config": {"mlp_layer_types": ["dense", *["sparse"] * 31]}},
+    "granite4_vision": {"downsample_rate": "1/2", "deepstack_layer_map": [[-2, 0], [-1, 1]]},
     # The defaults route to no expert.
     "deepseek_v2": {"num_experts_per_tok": 6, "first_k_dense_replace": 1},
     "dots1": {"n_shared_experts": 2, "n_routed_experts": 128, "num_experts_per_tok": 6, "first_k_dense_replace": 1},
@@ -77,9 +82,11 @@ FIELDS: dict[str, dict[str, object]] = {
     # Alternating, so that in six blocks some of both kinds take keys and values from earlier ones.
     "gemma3n": {"text_config": _SHARED_KEYS},
     "gemma3n_text": _SHARED_KEYS,
-    "gemma4": {"text_config": _SHARED_KEYS},
+    "gemma4": {"text_config": _SHARED_KEYS, "vision_config": {"model_type": "gemma4_vision"}},
     "gemma4_text": _SHARED_KEYS,
     # The defaults give no size of heads.
+    "glm4v_moe": {"text_config": {"head_dim": 128}},
+    "hunyuan_vl": {"text_config": {"head_dim": 128}},
     "hunyuan_v1_dense": {"head_dim": 128},
     "hunyuan_v1_moe": {"head_dim": 128},
     "ministral": {"head_dim": 128},

@@ -105,14 +105,14 @@ def try_apart(model_type: str, head: Head) -> Tried:
     try:
         (alone,) = run_ranks(_try_alone, 1, model_type, head, timeout_seconds=_SECONDS)
     except RankFailed as error:
-        return Tried(missing=_short(f"its process ends: {first_line(error.__cause__ or error)}"))
+        return Tried(missing=short(f"its process ends: {first_line(error.__cause__ or error)}"))
     found: Tried = alone
     if found.reason:
         return found
     try:
         sharded: list[Sharded] = run_ranks(_try_sharded, NUM_RANKS, model_type, head, timeout_seconds=_SECONDS)
     except RankFailed as error:
-        return replace(found, failed=_short(f"over ranks: {first_line(error.__cause__ or error)}"))
+        return replace(found, failed=short(f"over ranks: {first_line(error.__cause__ or error)}"))
     worst = max(sharded, key=lambda one: (one.verdict != "exact", one.gradient_difference))
     return replace(found, sharded=worst.verdict, sharded_gradient_difference=worst.gradient_difference)
 
@@ -122,11 +122,11 @@ def _try_alone(model_type: str, head: Head) -> Tried:
     try:
         architecture = AutoConfig.for_model(model_type, **FIELDS.get(model_type, {}))
     except Exception as error:  # whatever a config raises on its own defaults
-        return Tried(missing=_short(f"its default config is refused: {first_line(error)}"))
+        return Tried(missing=short(f"its default config is refused: {first_line(error)}"))
     try:
         ask(architecture, head)
     except ConfigError as error:
-        reason = _short(f"{error.what}: {error.found}" if head is Head.targets else error.what)
+        reason = short(f"{error.what}: {error.found}" if head is Head.targets else error.what)
         return Tried(missing=reason) if "small model cannot" in reason else Tried(refused=reason)
     try:
         model = make_small(architecture, head)
@@ -135,11 +135,11 @@ def _try_alone(model_type: str, head: Head) -> Tried:
         # By a copy: some models keep what a forward computes.
         own_loss(head, copy.deepcopy(model), make_batch(model, head, seed=0))
     except Exception as error:  # whatever a model raises that reads more than texts
-        return Tried(missing=_short(f"{type(error).__name__}: {first_line(error)}"))
+        return Tried(missing=short(f"{type(error).__name__}: {first_line(error)}"))
     try:
         return try_model(model, head)
     except Exception as error:  # whatever hfdist raises, so that the other types are tried, too
-        return Tried(failed=_short(f"{type(error).__name__}: {first_line(error)}"))
+        return Tried(failed=short(f"{type(error).__name__}: {first_line(error)}"))
 
 
 def _try_sharded(model_type: str, head: Head) -> Sharded:
@@ -261,6 +261,7 @@ def _tokenizer() -> PreTrainedTokenizerBase:
     return tokenizer
 
 
-def _short(reason: str) -> str:
+def short(reason: str) -> str:
+    """Give a reason on one line of a table."""
     reason = " ".join(reason.split())
     return reason if len(reason) <= _LONGEST_REASON else f"{reason[: _LONGEST_REASON - 3]}..."

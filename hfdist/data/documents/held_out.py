@@ -18,11 +18,12 @@ from hfdist.data.documents.corpus import Corpus, open_corpus
 from hfdist.data.documents.image_reader import ImageReader
 from hfdist.data.documents.nothing_held_out import HeldOutCounts, explain_nothing
 from hfdist.data.documents.token_reader import Documents, open_token_cache
-from hfdist.data.marks import are_images
+from hfdist.data.marks import are_images, begin
 from hfdist.data.order.lane_state import Place
 from hfdist.data.order.records import make_records, numbers_of
 from hfdist.data.packing import windows
 from hfdist.data.packing.concat import concat
+from hfdist.data.packing.packed_images import packed_row
 from hfdist.data.packing.sequence import (
     IGNORED,
     LABELS,
@@ -74,11 +75,13 @@ class HeldOut(Dataset[dict[str, torch.Tensor]]):
 class HeldOutImages(Dataset[dict[str, torch.Tensor]]):
     """Held-out rows of one document each, with their images, which are decoded when an item is asked for.
 
-    An item has what `image_row` gives: no two need have the same length or the same names.
+    An item has what `image_row` gives: no two need have the same length or the same names. A pair of answers is two
+    documents, with what `packed_row` gives.
     """
 
     def __init__(self, rows: NDArray[np.int32], reader: ImageReader, images: ImageTokens) -> None:
         self._rows, self._reader, self._images = rows, reader, images
+        self._are_pairs = bool(len(rows)) and len(begin(rows[0][2 : 2 + rows[0][1]])) > 0
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -92,7 +95,8 @@ class HeldOutImages(Dataset[dict[str, torch.Tensor]]):
         own = np.array(self._rows[index][2 : 2 + num_tokens])
         records = make_records(1, document=document, num_tokens=num_tokens)
         sequence = Sequence([own], [num_tokens], [], Place(), num_tokens, 1, records)
-        return image_row(self._reader.read(sequence), self._images)
+        read = self._reader.read(sequence)
+        return packed_row(read, self._images, tells_images=True) if self._are_pairs else image_row(read, self._images)
 
 
 HeldOutSet = HeldOut | HeldOutImages

@@ -14,7 +14,7 @@ from PIL import Image
 from hfdist.config.data import BadRows, DataConfig
 from hfdist.data.documents.bad_rows import with_way_out
 from hfdist.data.documents.corpus import Corpus
-from hfdist.data.marks import are_images
+from hfdist.data.marks import are_images, begin
 from hfdist.data.order.records import numbers_of
 from hfdist.data.packing.sequence import Sequence
 from hfdist.data.sources.base import ContentError
@@ -36,7 +36,8 @@ class ImageReader:
 
         DataError: an image is damaged and `data.on_bad_rows` is `error`, or the data have changed.
         """
-        counts = [int(are_images(part).sum()) for part in sequence.parts]
+        parts = sequence.parts
+        counts = [int(are_images(part).sum()) for part in parts]
         if not any(counts):
             return sequence
         documents, ends = numbers_of(sequence.records).tolist(), list(accumulate(sequence.lengths))
@@ -45,7 +46,8 @@ class ImageReader:
         for piece, (document, num_features) in enumerate(zip(documents, counts, strict=False)):
             if not num_features:
                 continue
-            images[piece], error = self._inputs(document, num_features)
+            # A preference is two documents, both with the images of its prompt.
+            images[piece], error = self._inputs(document, num_features // (1 + len(begin(parts[piece]))))
             if error is not None:
                 blanks.append((ends[piece] - sequence.lengths[piece], ends[piece]))
                 problems.append(str(error))

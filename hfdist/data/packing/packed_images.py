@@ -9,9 +9,10 @@ positions         0 1 2 3 4 5 6 | 0 1 2 | 0 1        they restart: the mask keep
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import hashlib
+from collections.abc import Iterator, Mapping
 from collections.abc import Sequence as Sequences
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import numpy as np
 import torch
@@ -23,6 +24,7 @@ from hfdist.data.order.lane_state import Place
 from hfdist.data.order.records import make_records
 from hfdist.data.packing.row_images import stack_images
 from hfdist.data.packing.sequence import (
+    IMAGE_DIGESTS,
     NAMES,
     POSITION_IDS,
     Pieces,
@@ -32,7 +34,7 @@ from hfdist.data.packing.sequence import (
     make_rows,
     stack_rows,
 )
-from hfdist.data.tokenization.image_tokens import ImageTokens, Inputs
+from hfdist.data.tokenization.image_tokens import ImageTokens, Inputs, stack_inputs
 
 _POSITIONS = NAMES[POSITION_IDS]
 _TRIED = (((64, 48),), (), ((32, 32), (48, 64)))
@@ -41,7 +43,13 @@ _BEFORE, _AFTER = "What is in this picture?", "It is a red square, and a cat loo
 
 
 def stack_packed(
-    sequences: Sequences[Sequence], shape: Shape, images: ImageTokens, *, needs_image: bool, tells_rows: bool = False
+    sequences: Sequences[Sequence],
+    shape: Shape,
+    images: ImageTokens,
+    *,
+    needs_image: bool,
+    tells_rows: bool = False,
+    tells_images: bool = False,
 ) -> dict[str, torch.Tensor]:
     """Stack sequences of one length, with the tensors of their images.
 
@@ -49,29 +57,102 @@ def stack_packed(
         sequences: packed, with their images.
         shape: of sequences.
         images: of the run.
-        needs_image: as of `stack_rows`. The small image is a document of its own after the first sequence, and the
-            others get as many tokens that fill up.
+        needs_image: as of `stack_packed_rows`.
+        tells_rows: as of `stack_packed_rows`.
+        tells_images: as of `packed_row`.
+
+    Returns:
+        As `stack_packed_rows`.
+    """
+    rows = [packed_row(one, images, tells_images=tells_images) for one in sequences]
+    return stack_packed_rows(rows, shape.fill_id, images, needs_image=needs_image, tells_rows=tells_rows)
+
+
+def stack_packed_rows(
+    rows: Sequences[Mapping[str, torch.Tensor]],
+    fill_id: int,
+    images: ImageTokens,
+    *,
+    needs_image: bool,
+    tells_rows: bool = False,
+) -> dict[str, torch.Tensor]:
+    """Stack rows of packed documents, with the tensors of their images.
+
+    Args:
+        rows: of `packed_row`; shorter ones are filled up by a document of their own.
+        fill_id: token that fills up.
+        images: of the run.
+        needs_image: as of `stack_rows`. The small image is a document of its own after the first row.
         tells_rows: as of `stack_images`.
 
     Returns:
-        input_ids and labels of shape [sequences, length]; position_ids of the same, or of [4, sequences, length] where
-        images have positions; and what the forward takes of images: their first axis is of images or patches.
+        input_ids and labels of shape [rows, tokens]; position_ids of the same, or of [4, rows, tokens] where images
+        have positions; and what the forward takes of images: their first axis is of images or patches.
     """
-    rows = [_row(one.parts, one.lengths, one.blanks, one.images or {}, images) for one in sequences]
-    inputs = [list((one.images or {}).values()) for one in sequences]
+    names = (*images.text_names, _POSITIONS, IMAGE_DIGESTS)
+    own = [{name: values for name, values in row.items() if name in names} for row in rows]
+    inputs = [{name: values for name, values in row.items() if name not in names} for row in rows]
     if needs_image and not any(inputs):
         ids, small = images.none
-        length, part = len(ids), np.where(np.isin(ids, images.ids), ~(np.array(ids) | marks.IMAGE), ids)
-        inputs[0], blanks = [small], [(0, length)]
-        added = _row([part.astype(np.int32)], [length], blanks, {0: small}, images)
-        others = _row([np.full(length, shape.fill_id, dtype=np.int32)], [length], blanks, {}, images)
-        rows = [
-            {name: torch.cat([values, (others if number else added)[name]], -1) for name, values in row.items()}
-            for number, row in enumerate(rows)
-        ]
-    stacked = {name: torch.stack([row[name] for row in rows], -2) for name in rows[0]}
-    tensors = [[{name: torch.from_numpy(values) for name, values in own.items()} for own in row] for row in inputs]
-    return stacked | stack_images(tensors, tells_rows=tells_rows)
+        part = np.where(np.isin(ids, images.ids), ~(np.array(ids) | marks.IMAGE), ids).astype(np.int32)
+        added = _row([part], [len(ids)], [(0, len(ids))], {0: small}, images)
+        own[0] = _joined(own[0], added)
+        inputs[0] = {name: torch.from_numpy(values) for name, values in small.items()}
+    longest = max(len(row["input_ids"]) for row in own)
+    for number, row in enumerate(own):
+        if missing := longest - len(row["input_ids"]):
+            filler = np.full(missing, fill_id, dtype=np.int32)
+            own[number] = _joined(row, _row([filler], [missing], [(0, missing)], {}, images))
+    stacked = {name: torch.stack([row[name] for row in own], -2) for name in own[0]}
+    return stacked | stack_images([[one] if one else [] for one in inputs], tells_rows=tells_rows)
+
+
+def _joined(row: Mapping[str, torch.Tensor], more: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Put tokens after those of a row; they have no images that are told."""
+    none = torch.zeros_like(more["input_ids"])
+    return {name: torch.cat([values, more.get(name, none)], -1) for name, values in row.items()}
+
+
+def packed_row(sequence: Sequence, images: ImageTokens, *, tells_images: bool = False) -> dict[str, torch.Tensor]:
+    """Give what a forward takes of a packed sequence, and the tensors of its images.
+
+    Args:
+        sequence: packed, with its images. Each document of a piece, as of a preference, has those of the piece.
+        images: of the run.
+        tells_images: whether to say, too, which images a document has: `IMAGE_DIGESTS`.
+
+    Returns:
+        Of shape [tokens], positions perhaps [4, tokens]; the first axis of those of images is of images or patches.
+    """
+    given = sequence.images or {}
+    row = _row(sequence.parts, sequence.lengths, sequence.blanks, given, images)
+    documents = list(_documents(sequence.parts, sequence.lengths, given))
+    if tells_images:
+        row[IMAGE_DIGESTS] = torch.zeros_like(row["input_ids"])
+        for start, _, inputs in documents:
+            row[IMAGE_DIGESTS][start] = _digest(inputs)
+    return row | stack_inputs(
+        [{name: torch.from_numpy(values) for name, values in own.items()} for _, _, own in documents]
+    )
+
+
+def _documents(
+    parts: Sequences[NDArray[np.integer]], lengths: Sequences[int], inputs: Mapping[int, Inputs]
+) -> Iterator[tuple[int, int, Inputs]]:
+    """Give where each document with images begins and ends, and its images."""
+    tokens, begins = np.concatenate(parts), [0, *accumulate(lengths)]
+    for piece, own in inputs.items():
+        start, stop = begins[piece : piece + 2]
+        edges = [start, *(start + marks.begin(tokens[start:stop])).tolist(), stop]
+        yield from ((*edge, own) for edge in pairwise(edges))
+
+
+def _digest(inputs: Inputs) -> int:
+    """Give a hash of the tensors of images; 8 bytes."""
+    found = hashlib.blake2b(digest_size=8)
+    for name in sorted(inputs):
+        found.update(np.ascontiguousarray(inputs[name]).tobytes())
+    return int.from_bytes(found.digest(), "little", signed=True)
 
 
 def _row(
@@ -92,8 +173,7 @@ def _row(
     if images.positions is None:
         return row
     of_images = row[_POSITIONS].repeat(4, 1)
-    for piece, own in inputs.items():
-        start, stop = begins[piece : piece + 2]
+    for start, stop, own in _documents(parts, lengths, inputs):
         document = {name: values[None, start:stop] for name, values in row.items() if name != _POSITIONS}
         document |= {name: torch.from_numpy(values) for name, values in own.items()}
         of_images[1:, start:stop] = images.positions(document)[:, 0]

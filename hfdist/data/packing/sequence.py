@@ -38,8 +38,15 @@ Integers = NDArray[np.int64]
 _TYPE_OF = attrgetter("dtype")
 INPUT_IDS, POSITION_IDS, LABELS = range(3)
 NAMES = ("input_ids", "position_ids", "labels")
+IMAGE_DIGESTS = "image_digests"
+"""Key in a batch that says which images documents have: a hash at their first token, 0 where there is none."""
 ORIGINS = "origins"
 """Key in a batch that says of which documents its rows are made: see `origins_of`."""
+
+
+def text_positions(positions: torch.Tensor) -> torch.Tensor:
+    """Give the positions of the text, [rows, tokens], which are the first of four kinds where images have their own."""
+    return positions[0] if positions.ndim == 3 else positions
 
 
 class Pieces(NamedTuple):

@@ -433,7 +433,7 @@ FORMS: dict[RowFormat, RowColumns] = {
 }
 """Formats in the order in which `auto` tries them; plain text comes last."""
 FORMS_BY_NAME = FORMS | {
-    RowFormat.preference: RowColumns(("chosen", "rejected"), ("prompt", "tools"), _from_preference),
+    RowFormat.preference: RowColumns(("chosen", "rejected"), ("prompt", "tools", *IMAGE_COLUMNS), _from_preference),
     RowFormat.unpaired_preference: RowColumns(("prompt", "completion", "label"), ("tools",), _from_unpaired),
     RowFormat.prompt: RowColumns(("prompt",), ("tools",), _from_prompt_alone),
     RowFormat.retrieval: RowColumns(("query", "positive"), NEGATIVES, _from_retrieval),

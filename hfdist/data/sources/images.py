@@ -86,6 +86,9 @@ def take_images(
             raise ContentError("images stand in the turns of a chat, and this row has none", allowed="messages")
         return example, ()
     brought = [ref for message in messages for ref in message.pop(IMAGES, ())]
+    rejected = example.get("rejected")
+    if isinstance(rejected, list) and any(PLACE in message.get("content", "") for message in rejected):
+        raise ContentError("an image stands in a rejected answer, and models learn to write text alone")
     if given and not any(PLACE in message.get("content", "") for message in messages):
         _find_places(messages, len(given))
     num_places = sum(message.get("content", "").count(PLACE) for message in messages)

@@ -28,9 +28,11 @@ from hfdist.data.order.lane_state import Columns, LaneState, Progress
 from hfdist.data.order.records import chain, numbers_of
 from hfdist.data.order.shares import Shares
 from hfdist.data.order.shuffle import LaneOrder, Mixture, workers_that_fit
-from hfdist.data.packing.packed_images import stack_packed
+from hfdist.data.packing.packed_images import stack_packed, stack_packed_rows
 from hfdist.data.packing.sequence import (
+    NAMES,
     ORIGINS,
+    POSITION_IDS,
     Sequence,
     Shape,
     collate,
@@ -101,6 +103,8 @@ class TokenStream(IterableDataset[dict[str, torch.Tensor]]):
         """The record of all sequences given, if there is one."""
         self.may_begin_anew = False
         """Whether to accept a cursor of other data, and read these from their beginning."""
+        self.tells_images = False
+        """Whether a batch says which images its documents have: see `packed_row`."""
         self.tells_origins = False
         """Whether batches say of which documents they are made, for what is drawn by document and epoch."""
         self._encoders = Encoders.of(tokenizer, config)
@@ -455,11 +459,13 @@ class TokenStream(IterableDataset[dict[str, torch.Tensor]]):
             return collate(sequences, self.plan.packing, self.plan.shape)
         if self.plan.packing is Packing.none:
             return self.stack_rows([image_row(one, self.images) for one in sequences])
-        return stack_packed(sequences, self.plan.shape, self.images, **self._of_batches)
+        return stack_packed(sequences, self.plan.shape, self.images, tells_images=self.tells_images, **self._of_batches)
 
     def stack_rows(self, rows: list[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
         """Collate rows of a run with images, as of its held-out set."""
         assert self.images is not None
+        if NAMES[POSITION_IDS] in rows[0]:
+            return stack_packed_rows(rows, self.plan.shape.fill_id, self.images, **self._of_batches)
         return stack_rows(rows, self.plan.shape.fill_id, self.images, **self._of_batches)
 
     @property

@@ -38,21 +38,27 @@ class ImageTokens:
         processor: with the run's tokenizer.
         positions: gives the model's own positions of a document with images, of shape [3, 1, tokens], from what a
             forward takes of it; None: images have those of text.
+        feature_id: the token that the model has a feature in the place of, as its config says it; None: it says none.
 
     Raises:
         ConfigError: it does not say what it writes for an image.
     """
 
-    def __init__(self, processor: ProcessorMixin, positions: Positions | None = None) -> None:
+    def __init__(
+        self, processor: ProcessorMixin, positions: Positions | None = None, feature_id: int | None = None
+    ) -> None:
         own: Any = processor
         self._processor, self.positions = own, positions
         self._expansion = lru_cache(_KNOWN_SIZES)(self._expand)
         try:
-            self.token = str(own.image_token)
+            self.token = str(getattr(own, "image_placeholder_token", None) or own.image_token)
             """What the chat template writes for an image."""
-            self.ids = np.array([number for number in own.image_token_ids if number is not None])
+            self.ids = np.array([number for number in {*own.image_token_ids, feature_id} if number is not None])
             """Tokens that stand for features in the text of an image."""
-            self.expansion((32, 32))
+            if not self.num_features((32, 32)):
+                raise ValueError("no token that it writes for an image stands for a feature")
+            if unknown := self._unknown_of_tokens():
+                raise ValueError(f"it also gives {unknown} of each token, which is not known here")
         except (AttributeError, KeyError, TypeError, NotImplementedError, ValueError, IndexError) as error:
             raise ConfigError(
                 "this type's processor does not say what it writes for an image",
@@ -71,9 +77,16 @@ class ImageTokens:
         return self._expansion(size)[1]
 
     def _expand(self, size: tuple[int, int]) -> tuple[str, int]:
-        made = self._call([Image.new("RGB", size)], return_text_replacement_offsets=True)
+        made = self._call([Image.new("RGB", size)], return_text_replacement_offsets=True, return_tensors="pt")
         [[replaced]], [ids] = made["text_replacement_offsets"], made["input_ids"]
         return str(replaced["replacement"]), int(np.isin(ids, self.ids).sum())
+
+    def _unknown_of_tokens(self) -> str | None:
+        """Give the name of what the processor says of each token beside what `row` has."""
+        # Two, so that no tensor of images has the one row that tokens have.
+        made = self._call([Image.new("RGB", (64, 32))] * 2, return_tensors="pt")
+        shape = made["input_ids"].shape
+        return next((name for name in made if name not in self.text_names and made[name].shape == shape), None)
 
     def inputs(self, images: Sequence[Image.Image]) -> dict[str, NDArray[Any]]:
         """Give the tensors of the images of a row, which has one or more."""
@@ -94,20 +107,28 @@ class ImageTokens:
     @cached_property
     def kinds(self) -> str | None:
         """The forward's name for which tokens stand for images; None: it asks for none."""
-        made = self._call([Image.new("RGB", (32, 32))])
+        made = self._call([Image.new("RGB", (32, 32))], return_tensors="pt")
         return next((name for name in _KINDS if name in made), None)
+
+    @property
+    def forward_names(self) -> tuple[str, ...]:
+        """Names of what a forward takes of images besides tokens, their positions and their mask."""
+        return (*self.none[1], *(() if self.kinds is None else (self.kinds,)))
 
     @cached_property
     def none(self) -> tuple[list[int], dict[str, NDArray[Any]]]:
         """Tokens and tensors of a small image, for batches without one."""
         images = [Image.new("RGB", size) for size in _SMALL_SIZES]
         tokens = [self.tokens_of(image) for image in images]
-        number = min(range(len(tokens)), key=lambda n: len(tokens[n]))
+        # Of a narrow one nothing may be left where a processor makes it smaller.
+        seen = [number for number, own in enumerate(tokens) if np.isin(own, self.ids).any()]
+        number = min(seen, key=lambda n: len(tokens[n]))
         return tokens[number], self.inputs([images[number]])
 
     def tokens_of(self, image: Image.Image) -> list[int]:
         """Give the tokens in the place of an image."""
-        return list(self._call([image], add_special_tokens=False)["input_ids"][0])
+        made = self._call([image], add_special_tokens=False, return_tensors="pt")
+        return [int(token) for token in made["input_ids"][0]]
 
     def tokens_of_text(self, text: str) -> list[int]:
         """Give the tokens of a text without images."""

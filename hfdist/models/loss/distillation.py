@@ -5,7 +5,7 @@ A teacher is a model that runs beside the student, or its likeliest tokens, whic
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
@@ -24,9 +24,19 @@ TOP_IDS, TOP_LOGS = "teacher_ids", "teacher_log_probabilities"
 tokens together; shapes [rows, tokens, K] and [rows, tokens, K + 1]."""
 
 
-def token_logits(model: nn.Module, batch: Mapping[str, torch.Tensor], *, temperature: float = 1.0) -> Logits:
-    """Run the model, and give what it predicts for all tokens but the first of each row, divided by `temperature`."""
-    inputs = {name: batch[name] for name in ("input_ids", "position_ids", "attention_mask") if name in batch}
+def token_logits(
+    model: nn.Module,
+    batch: Mapping[str, torch.Tensor],
+    *,
+    temperature: float = 1.0,
+    of_images: Collection[str] = (),
+) -> Logits:
+    """Run the model, and give what it predicts for all tokens but the first of each row, divided by `temperature`.
+
+    `of_images`: names of what the forward takes besides, where the batch has it.
+    """
+    names = ("input_ids", "position_ids", "attention_mask", *of_images)
+    inputs = {name: batch[name] for name in names if name in batch}
     logits: Logits = model(**inputs, use_cache=False).logits[:, :-1]
     return logits if temperature == 1.0 else logits / temperature
 

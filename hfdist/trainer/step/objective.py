@@ -6,7 +6,7 @@ documents, packed: where positions restart, a document begins. A document is a p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +18,7 @@ from transformers import TrainerCallback
 
 from hfdist.config.batch import IGNORED
 from hfdist.data.marks import split_labels
+from hfdist.data.packing.sequence import text_positions
 from hfdist.models.loss import LossHead
 from hfdist.models.loss.distillation import token_logits
 from hfdist.models.loss.lazy_logits import Reduce, reduce_token_losses
@@ -42,9 +43,12 @@ class Documents:
 
     @classmethod
     def of(cls, batch: Batch) -> Documents:
-        """Find the documents of a batch by `position_ids` and `labels` of shape [rows, tokens]."""
+        """Find the documents of a batch by `position_ids` and `labels` of shape [rows, tokens].
+
+        Positions may be [4, rows, tokens], as those of images, of which the first are of the text.
+        """
         labels, is_rejected = split_labels(batch["labels"])
-        is_first = batch["position_ids"] == 0
+        is_first = text_positions(batch["position_ids"]) == 0
         of_token = (is_first.flatten().cumsum(0) - 1).view(is_first.shape)
         return cls(of_token, is_first, labels, is_rejected)
 
@@ -178,21 +182,41 @@ class Objective:
 
 
 def reduce_answers(
-    head: LossHead | None, model: nn.Module, batch: Batch, reduce: Callable[[Documents, torch.Tensor], torch.Tensor]
+    head: LossHead | None,
+    model: nn.Module,
+    batch: Batch,
+    reduce: Callable[[Documents, torch.Tensor], torch.Tensor],
+    *,
+    of_images: Collection[str] = (),
 ) -> torch.Tensor:
-    """Run the model on packed documents; give what `reduce` makes of them and of their answers' log-probabilities."""
+    """Run the model on packed documents; give what `reduce` makes of them and of their answers' log-probabilities.
+
+    `of_images`: as of `token_logits`.
+    """
     documents = Documents.of(batch)
     targets = {**batch, "labels": documents.labels}
-    return reduce_tokens(head, model, targets, lambda losses: reduce(documents, documents.log_probabilities(losses)))
+    return reduce_tokens(
+        head,
+        model,
+        targets,
+        lambda losses: reduce(documents, documents.log_probabilities(losses)),
+        of_images=of_images,
+    )
 
 
 def reduce_tokens(
-    head: LossHead | None, model: nn.Module, batch: Batch, reduce: Reduce, *, temperature: float = 1.0
+    head: LossHead | None,
+    model: nn.Module,
+    batch: Batch,
+    reduce: Reduce,
+    *,
+    temperature: float = 1.0,
+    of_images: Collection[str] = (),
 ) -> torch.Tensor:
     """Run the model, and give what `reduce` makes of the losses of all tokens but the first of each row.
 
     No whole logits are made where `head` defers them (models/loss), in evaluations neither.
     """
     with nullcontext() if head is None else head.deferring(model):
-        logits = token_logits(model, batch, temperature=temperature)
+        logits = token_logits(model, batch, temperature=temperature, of_images=of_images)
         return reduce_token_losses(logits, batch["labels"][:, 1:], reduce, ignore_index=IGNORED)

@@ -47,6 +47,7 @@ from hfdist.models.image_text import (
 )
 from hfdist.models.packed_images import find_positions
 from hfdist.pipeline.microbatches import split_batch
+from hfdist.tune.document_table import places
 from tests.image_models import FAMILIES, draw, make_model, make_processor
 from tests.marks import many
 
@@ -526,6 +527,49 @@ def test_a_processor_that_says_nothing_of_images_is_refused(llava):
     silent = Silent(llava.image_processor, llava.tokenizer, patch_size=8)
     with pytest.raises(ConfigError, match="does not say what it writes"):
         ImageTokens(silent)
+
+
+@pytest.mark.parametrize("family", ["llava", many("qwen2_5_vl")])
+def test_both_answers_of_a_pair_have_its_images_and_other_images_are_another_document(family, tmp_path, cache_dir):
+    processor = make_processor(family)
+    for number in (1, 16):
+        # Of one size.
+        draw(number).save(tmp_path / f"{number}.png")
+    answers = [[{"role": "assistant", "content": text}] for text in ("a cat", "a red square")]
+    pair = {"prompt": turns(None, ASKED)[:1], "chosen": answers[0], "rejected": answers[1]}
+    rows = [pair | {"images": [name]} for name in ("1.png", "16.png", "1.png")]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    settings = {"format": RowFormat.preference, "packing": Packing.best_fit, "sequence_length": 512}
+    config = config_of(path, cache_dir, **settings)
+    find = None if family == "llava" else find_positions(make_model(family, processor).config)
+    stream = stream_of(config, processor, positions=find)
+    stream.tells_images = True
+    batch = stream.next_batch([next(stream.packed(0, 1))])
+    text = processor.apply_chat_template(pair["prompt"], tokenize=False)
+    alone = processor(text=[text], images=[draw(1)], return_tensors="pt")["pixel_values"]
+    pixels = batch["pixel_values"].split(len(alone))
+    assert len(pixels) == 6
+    keys = [place.key for place in places(batch)]
+    # The order of rows is that of the epoch.
+    first = [number for number in range(3) if torch.equal(pixels[2 * number], alone)]
+    assert len(first) == 2
+    for number in range(3):
+        assert torch.equal(pixels[2 * number], pixels[2 * number + 1])
+        same = [keys[2 * other : 2 * other + 2] == keys[2 * number : 2 * number + 2] for other in range(3)]
+        assert same == [(other in first) == (number in first) for other in range(3)]
+    assert len(set(keys)) == 4
+
+
+def test_an_image_in_a_rejected_answer_is_refused(llava, tmp_path, cache_dir):
+    draw(1).save(tmp_path / "1.png")
+    said = [{"role": "assistant", "content": "a cat"}]
+    seen = [{"role": "assistant", "content": [{"type": "image", "path": "1.png"}]}]
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({"prompt": ASKED, "chosen": said, "rejected": seen}))
+    stream = stream_of(config_of(path, cache_dir, format=RowFormat.preference), llava)
+    with pytest.raises(DataError, match="in a rejected answer"):
+        next(stream.packed(0, 1))
 
 
 def test_a_run_of_text_alone_names_the_row_with_an_image(llava, tmp_path, cache_dir):

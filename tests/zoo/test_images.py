@@ -1,0 +1,49 @@
+"""Types of image and text: their small models train on images as plain transformers does; others are not taken."""
+
+import dataclasses
+import json
+
+import pytest
+
+from hfdist.config.task import Head
+from proofs.zoo_images import find_all, page
+from tests.zoo.conftest import is_of_all
+from tests.zoo.images import LAYOUTS, TriedImages, try_images
+from tests.zoo.tasks import types_of
+
+pytestmark = [pytest.mark.zoo, pytest.mark.distributed]
+
+SAMPLE = {"glm4v": "exact", "ovis2": "exact", "blip": "refused", "llama4": "refused", "llava": "exact"}
+EXACT = TriedImages(layouts=dict.fromkeys(LAYOUTS, "exact"), packs=True)
+
+
+@pytest.mark.timeout(7200)
+def test_a_type_is_exact_or_not_taken(request):
+    types = types_of(Head.tokens) if is_of_all(request.config) else list(SAMPLE)
+    found = {model_type: try_images(model_type) for model_type in types}
+    assert {kind: found[kind].verdict for kind in SAMPLE} == SAMPLE
+    assert not [kind for kind, tried in found.items() if tried.verdict == "wrong"]
+
+
+def test_what_differs_is_wrong():
+    assert EXACT.verdict == "exact"
+    for wrong in ({"loss_difference": 1e-3}, {"gradient_difference": float("nan")}, {"failed": "ValueError"},
+                  {"layouts": {"ddp": "wrong: lm_head.weight"}}):  # fmt: skip
+        assert dataclasses.replace(EXACT, **wrong).verdict == "wrong"
+    assert dataclasses.replace(EXACT, layouts={"pipeline": "refused: why"}).verdict == "exact"
+
+
+def test_a_stopped_run_goes_on_with_what_it_kept(tmp_path):
+    kept = tmp_path / "kept.jsonl"
+    kept.write_text("\n".join(json.dumps({"type": kind} | dataclasses.asdict(EXACT)) for kind in types_of(Head.tokens)))
+    assert find_all(kept) == dict.fromkeys(types_of(Head.tokens), EXACT)
+
+
+def test_the_page_has_each_type_and_reason():
+    split = dataclasses.replace(EXACT, layouts={"ddp": "exact", "pipeline": "refused: it cannot be split"})
+    found = {"llava": split, "blip": TriedImages(refused="no token"), "pi0": TriedImages(missing="no processor")}
+    text = page(found)
+    assert "| `llava` | exact | 0e+00 | 0e+00 | yes | exact | not tried | not tried | refused |" in text
+    assert "* refused in pipeline: `llava`: it cannot be split" in text
+    assert "* refused: `blip`: no token" in text
+    assert "* not yet: `pi0`: no processor" in text
