@@ -87,8 +87,8 @@ _TOLD_APART = {
 COLUMNS = _TOLD_APART | {
     RowFormat.auto: tuple(dict.fromkeys(name for names in _TOLD_APART.values() for name in names)),
     RowFormat.preference: ("chosen", "rejected", "prompt", "tools", *_IMAGES),
-    RowFormat.unpaired_preference: ("prompt", "completion", "label", "tools"),
-    RowFormat.prompt: ("prompt", "tools"),
+    RowFormat.unpaired_preference: ("prompt", "completion", "label", "tools", *_IMAGES),
+    RowFormat.prompt: ("prompt", "tools", *_IMAGES),
     RowFormat.retrieval: ("query", "anchor", "positive", "pos", *NEGATIVES),
     RowFormat.ranking: ("query", "anchor", "positive", "pos", *NEGATIVES),
     RowFormat.scored_pair: ("text_a", "text_b", "score"),

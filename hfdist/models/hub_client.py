@@ -270,7 +270,8 @@ def _reason_of_other(error: BaseException) -> _Reason:
     if "trust_remote_code" in str(error):
         hint = "a model type that transformers knows; model.trust_remote_code=true, once you have read that code"
         return _Reason(ConfigError, "the repository brings Python code of its own, which is not run", hint)
-    first_line = lines[0] if lines else ""
+    # transformers begins a list of problems with a line that says none.
+    first_line = " ".join(lines[:2] if lines and lines[0].endswith(":") else lines[:1])
     # Some say but the name of a key, or nothing.
     is_plain = isinstance(error, _FAILURES) and first_line
     said = first_line if is_plain else f"{type(error).__name__}: {first_line}".rstrip(": ")

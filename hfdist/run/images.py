@@ -29,17 +29,15 @@ _AXES = ("context", "expert")
 
 
 def check_images(config: RunConfig, architecture: PreTrainedConfig) -> None:
-    """Set `data.images.used` where rows of the run can have no images, so that nobody reads their columns.
+    """Set `data.images.used` where the model reads text alone, so that nobody reads columns of images.
 
-    ConfigError: the config says that they have some.
+    ConfigError: the config says that rows have some.
     """
-    if may_read_images(architecture) and config.task.name.traits.reads_images:
+    if may_read_images(architecture):
         return
     if config.data.images.used:
-        what = "only a model of image and text reads images, to learn the next token or from pairs of answers"
-        found = f"true, with {architecture.model_type} and task={config.task.name.value}"
-        tasks = ", ".join(name.value for name in TaskName if name.traits.reads_images)
-        allowed = f"a type with an AutoModelForImageTextToText class, with one of these tasks: {tasks}"
+        what, found = "only a model of image and text reads images", f"true, with {architecture.model_type}"
+        allowed = "a type with an AutoModelForImageTextToText class"
         raise ConfigError(what, where=_KEY, found=found, allowed=allowed, hint=f"{_KEY}=false")
     config.data.images.used = False
 
@@ -50,7 +48,7 @@ def find_images(
     """Give what images of rows become, and set `data.images.used` and `data.packing`; None: rows have none.
 
     Raises:
-        ConfigError: images that the layout or `data.packing` does not take, or a model without its processor.
+        ConfigError: images that the task, the layout or `data.packing` does not take, or a model without its processor.
     """
     images = config.data.images
     if images.used is None:
@@ -60,6 +58,7 @@ def find_images(
             logger.info("images: the rows have none, so what reads images is frozen")
     if not images.used:
         return None
+    _check_task(config.task.name)
     _check_layout(config)
     processor = load_processor(config.model, architecture, tokenizer)
     found = ImageTokens(processor, find_positions(architecture), feature_token(architecture))
@@ -133,6 +132,17 @@ def _check_calls(config: RunConfig, architecture: PreTrainedConfig, images: Imag
             found=f"zero3, with {module} of {architecture.model_type}",
             allowed="ddp, zero1, zero2, fsdp2",
             hint="strategy=fsdp2; or data.images.used=false, which trains on text alone",
+        )
+
+
+def _check_task(task: TaskName) -> None:
+    if not task.traits.reads_images:
+        raise ConfigError(
+            "this task does not read images yet, and rows have some",
+            where="task",
+            found=task.value,
+            allowed=", ".join(name.value for name in TaskName if name.traits.reads_images),
+            hint=f"{_KEY}=false, which trains on the text of rows whose images are in a column",
         )
 
 

@@ -168,12 +168,24 @@ def test_losses_and_weights_are_those_of_trl(models, tmp_path, cache_dir):
     assert trl_runs.difference(weights(run), weights(tmp_path / "trl")) < 1e-5
 
 
+def write_answers(pairs):
+    """Write the prompts of pairs beside them, with the answer that was chosen, as other tasks read rows."""
+    rows = [json.loads(line) for line in pairs.read_text().splitlines()]
+    for row in rows:
+        del row["rejected"]
+        row |= {"completion": row.pop("chosen"), "label": True}
+    path = pairs.with_name("answers.jsonl")
+    path.write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    return path
+
+
 @pytest.mark.parametrize(
     ("family", "overrides", "message"),
     [
         # Packed rows of gemma3 see each other.
         ("gemma3", (), "pairs of answers are packed"),
-        many("llava", ("task=kto", "data.images.used=true"), "only a model of image and text"),
+        ("llava", ("task=kto",), "this task does not read images yet"),
+        many("llava", ("task=grpo", "task.rewards={arithmetic: 1.0}"), "this task does not read images yet"),
     ],
 )
 def test_what_is_not_computed_alike_is_refused_before_weights(
@@ -181,6 +193,8 @@ def test_what_is_not_computed_alike_is_refused_before_weights(
 ):
     for name, value in {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
+    if overrides:
+        rows = write_answers(rows)
     run = prepare_run(make_config(tmp_path, models(family), rows, "strategy=ddp", *overrides))
     run.find_model()
     with pytest.raises(ConfigError, match=message):

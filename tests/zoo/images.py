@@ -81,7 +81,7 @@ class TriedImages:
     packs: bool = False
     """Whether packed rows with images are computed as each by itself."""
     layouts: Mapping[str, str] = field(default_factory=dict)
-    """By layout: `exact`, `refused: ` and why, or `wrong: ` and what."""
+    """By layout: `exact`, `refused: ` or `not yet: ` and why, or `wrong: ` and what."""
     layout_differences: Mapping[str, float] = field(default_factory=dict)
     """By layout that trains: the largest difference of a gradient or the loss from one process."""
 
@@ -133,15 +133,25 @@ def _try_layout(folder: Path, layout: str) -> tuple[str, float | None]:
     try:
         _train(folder, layout, NUM_RANKS)
     except RankFailed as error:
-        if isinstance(error.__cause__, HfdistError):
-            return short(f"refused: {error.__cause__.what}: {error.__cause__.found}"), None
-        return short(f"wrong: {_told(error)}"), None
+        return short(_verdict_of(error)), None
     try:
         loss, gradient, worst = _compare(folder, layout, "single")
     except AssertionError as error:
         return f"wrong: {error}", None
     is_exact = loss <= TOLERANCE and gradient <= TOLERANCE
     return "exact" if is_exact else f"wrong: {worst}", max(loss, gradient)
+
+
+def _verdict_of(error: RankFailed) -> str:
+    """Give the verdict of a layout whose run has ended with an error, and why, by the key that the error names."""
+    cause = error.__cause__
+    if isinstance(cause, HfdistError) and cause.where is not None:
+        if cause.where.startswith("strategy."):
+            return f"refused: {_told(error)}"
+        if cause.where == "model.name":
+            # One process has read the same folder: transformers does not read it into this layout.
+            return f"not yet: {cause.what}"
+    return f"wrong: {_told(error)}"
 
 
 def _train(folder: Path, layout: str, num_ranks: int) -> None:

@@ -6,9 +6,11 @@ import json
 import pytest
 
 from hfdist.config.task import Head
+from hfdist.errors import ConfigError
+from hfdist.testing import RankFailed
 from proofs.zoo_images import find_all, page
 from tests.zoo.conftest import is_of_all
-from tests.zoo.images import LAYOUTS, TriedImages, try_images
+from tests.zoo.images import LAYOUTS, TriedImages, _verdict_of, try_images
 from tests.zoo.tasks import types_of
 
 pytestmark = [pytest.mark.zoo, pytest.mark.distributed]
@@ -31,6 +33,15 @@ def test_what_differs_is_wrong():
                   {"layouts": {"ddp": "wrong: lm_head.weight"}}):  # fmt: skip
         assert dataclasses.replace(EXACT, **wrong).verdict == "wrong"
     assert dataclasses.replace(EXACT, layouts={"pipeline": "refused: why"}).verdict == "exact"
+
+
+@pytest.mark.parametrize(
+    ("where", "verdict"), [("strategy.pipeline", "refused: "), ("model.name", "not yet: "), ("train.dtype", "wrong: ")]
+)
+def test_only_what_names_a_layout_is_its_refusal(where, verdict):
+    error = RankFailed("rank 0 raised")
+    error.__cause__ = ConfigError("why", where=where, found="what")
+    assert _verdict_of(error).startswith(f"{verdict}why")
 
 
 def test_a_stopped_run_goes_on_with_what_it_kept(tmp_path):

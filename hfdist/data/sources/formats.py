@@ -434,8 +434,10 @@ FORMS: dict[RowFormat, RowColumns] = {
 """Formats in the order in which `auto` tries them; plain text comes last."""
 FORMS_BY_NAME = FORMS | {
     RowFormat.preference: RowColumns(("chosen", "rejected"), ("prompt", "tools", *IMAGE_COLUMNS), _from_preference),
-    RowFormat.unpaired_preference: RowColumns(("prompt", "completion", "label"), ("tools",), _from_unpaired),
-    RowFormat.prompt: RowColumns(("prompt",), ("tools",), _from_prompt_alone),
+    RowFormat.unpaired_preference: RowColumns(
+        ("prompt", "completion", "label"), ("tools", *IMAGE_COLUMNS), _from_unpaired
+    ),
+    RowFormat.prompt: RowColumns(("prompt",), ("tools", *IMAGE_COLUMNS), _from_prompt_alone),
     RowFormat.retrieval: RowColumns(("query", "positive"), NEGATIVES, _from_retrieval),
     RowFormat.ranking: RowColumns(("query", "positive"), NEGATIVES, _from_ranking),
     RowFormat.scored_pair: RowColumns(("text_a", "text_b", "score"), (), _from_scored_pair),

@@ -94,7 +94,7 @@ def take_images(
     num_places = sum(message.get("content", "").count(PLACE) for message in messages)
     refs = brought or given
     if rules is None and num_places + len(brought):
-        raise ContentError("a part is an image, and the model reads text alone", allowed="parts of type text")
+        raise ContentError("a part is an image, and the run reads text alone", allowed="parts of type text")
     if num_places != len(refs) or (brought and given):
         found = f"images: {len(brought) + len(given)}; places: {num_places}"
         raise ContentError("there are more or fewer images than places for them", found=found, allowed="as many")
