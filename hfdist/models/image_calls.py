@@ -6,6 +6,7 @@ two images    tower  norm  projector  norm  projector       ZeRO-3 gathers weigh
 
 from __future__ import annotations
 
+import logging
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
@@ -13,27 +14,35 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig
 
+from hfdist.errors import first_line
 from hfdist.models.image_text import make_small
+
+logger = logging.getLogger(__name__)
 
 Batch = Mapping[str, torch.Tensor]
 
 
 def module_of_each_image(architecture: PreTrainedConfig, make_batches: Callable[[], Sequence[Batch]]) -> str | None:
-    """Give the name of a module with weights that is called more often in a batch with more images; None: none is.
+    """Give the name of a module with weights that batches call another number of times; None: there is none.
 
     Args:
         architecture: of the model.
         make_batches: gives batches with labels, which have one image and more.
 
     Returns:
-        None, too, where no small model of the type can be tried.
+        None, too, where no small model of the type can be tried, which is told.
     """
     try:
         small, batches = make_small(architecture), make_batches()
         counts = [_count_calls(small, batch) for batch in batches]
-    except Exception:  # whatever a model raises that cannot be made small
+    except Exception as error:  # whatever a model raises that cannot be made small
+        logger.warning(
+            "images: whether each one calls a module is not known, and ranks under ZeRO-3 could wait for ever: %s",
+            first_line(error),
+        )
         return None
-    return next((name for name in counts[0] if any(one[name] != counts[0][name] for one in counts)), None)
+    called = dict.fromkeys(name for one in counts for name in one)
+    return next((name for name in called if len({one[name] for one in counts}) > 1), None)
 
 
 def _count_calls(model: nn.Module, batch: Batch) -> Counter[str]:
