@@ -52,7 +52,8 @@ processor itself, up to {TOLERANCE:g}. In each layout of {NUM_RANKS} ranks they 
 {TOLERANCE:g}, or the layout is *refused* before it trains. Gradients are read from the saved folder: what a step of
 plain gradient descent has changed. So the folder has the same tensors by the same names as that of `save_pretrained`.
 *Packs*: packed rows with images are computed as each by itself. *Refused*: a run says so before it trains, and why.
-*Not yet*: it could not be tried, and so nothing is said of it. Each type has processes of its own, with limits.
+*Not yet*: it could not be tried, and so nothing is said of it; of a layout, that transformers does not read the folder
+into it. Each type has processes of its own, with limits.
 
 {_table(found)}
 
