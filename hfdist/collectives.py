@@ -1,4 +1,4 @@
-"""What ranks tell each other: small JSON values and failures, never pickle.
+"""What ranks tell each other: small JSON values and failures, never pickle; and on which device tensors travel.
 
 Every local action runs through `on_all_ranks`, so that a rank that fails takes the others along at once instead of
 leaving them in a collective that it never joins. What runs beside the training speaks in a `ControlGroup`.

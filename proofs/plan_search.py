@@ -88,7 +88,7 @@ def prove(case: Case) -> Outcome:
     model = measure(config, architecture, machines, processes=case.ranks)
     evaluator = Evaluator(config, model, machines)
     layouts = Space(config, model, case.ranks, machines.per_machine).layouts()
-    fitting = [one for layout in layouts if (one := evaluator.evaluate(layout, is_exact=True)) is not None]
+    fitting = [one for layout in layouts if (one := evaluator.evaluate(layout)) is not None]
     ranked = every = sorted(fitting, key=lambda one: one.time.seconds)
     if case.most is not None:
         ranked = every[: case.most] + every[case.most :: max(1, len(every) // case.most)]

@@ -200,7 +200,7 @@ def plan(run: Run, config: RunConfig, model: ModelConstants) -> Planned:
     strategy = config.strategy
     per_rank = stages_per_rank(strategy.schedule, strategy.stages_per_rank) if strategy.pipeline > 1 else 1
     layout = replace(Layout.of(config, run.devices, per_rank), sequence=run.divides_sequences)
-    found = Evaluator(config, model, machines_of(run)).evaluate(layout, is_exact=True)
+    found = Evaluator(config, model, machines_of(run)).evaluate(layout)
     if found is None:
         return Planned(run, None)
     tokens = run.global_batch_size * config.data.sequence_length

@@ -140,11 +140,16 @@ def direct_keys(cls: type, prefix: str) -> Sequence[Key]:
 
 @lru_cache(_NUM_KEPT)
 def _kept_keys(cls: type, prefix: str) -> Sequence[Key]:
-    hints = typing.get_type_hints(cls)
+    hints = _type_hints(cls)
     return tuple(
         Key(name=f"{prefix}{field.name}", type=hints[field.name], limit=field.metadata.get(LIMIT), owner=cls)
         for field in dataclasses.fields(cls)
     )
+
+
+@cache
+def _type_hints(cls: type) -> Mapping[str, object]:
+    return typing.get_type_hints(cls)
 
 
 @cache

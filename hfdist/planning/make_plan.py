@@ -200,7 +200,7 @@ def _by_formulas(
     per_rank = stages_per_rank(config.strategy.schedule, config.strategy.stages_per_rank)
     layout = Layout.of(config, strategy.topology.world_size, per_rank)
     evaluator = Evaluator(config, model, replace(machines, usable_bytes=math.inf), stages)
-    return evaluator.evaluate(layout, is_exact=True)
+    return evaluator.evaluate(layout)
 
 
 def _stages(

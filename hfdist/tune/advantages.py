@@ -50,7 +50,7 @@ def compare(
         Advantages of the same shape, 0 where there is no reward.
     """
     compared = loss.baseline(rewards, is_one)
-    if loss.scale is Scale.none or task.scale_rewards is False:
+    if loss.scale is Scale.none or not task.scale_rewards:
         return compared
     if task.scale_rewards == "batch":
         # Of the rewards as they are, which TRL's scale_rewards="batch" takes (arXiv 2508.08221).

@@ -125,11 +125,8 @@ class Evaluator:
             costs = replace(costs, traffic=tuple(one for one in sent if one.axis in MODEL_AXES))
         return self.time(costs, strategy).seconds
 
-    def evaluate(self, layout: Layout, *, most_seconds: float = inf, is_exact: bool = False) -> Candidate | None:
-        """Give memory and time of a layout; None: it does not fit, the run refuses it, or it takes as long as that.
-
-        `is_exact`: with the very blocks that each rank of a pipeline will have, which takes time to find out.
-        """
+    def evaluate(self, layout: Layout, *, most_seconds: float = inf) -> Candidate | None:
+        """Give memory and time of a layout; None: it does not fit, the run refuses it, or it takes as long as that."""
         model = self.model
         if (layout.tensor, layout.expert) not in model.shares or (layout.context > 1 and not model.shares_tokens):
             return None
@@ -138,7 +135,7 @@ class Evaluator:
         config = layout.apply(self.config)
         try:
             strategy = self.strategy(layout, config)
-            loads = self._loads(layout, is_exact=is_exact)
+            loads = self._loads(layout)
         except ConfigError:
             return None
         sizes = {
@@ -149,7 +146,7 @@ class Evaluator:
             return None
         sent = self._traffic(layout, strategy, loads)
         costs = [replace(rank_costs(model, strategy, sizes[rank], own), traffic=sent) for rank, own in loads.items()]
-        is_played = is_exact and layout.pipeline * layout.stages_per_rank * layout.num_microbatches <= _MOST_PLAYED
+        is_played = layout.pipeline * layout.stages_per_rank * layout.num_microbatches <= _MOST_PLAYED
         # Otherwise the rank with most to compute stands for all.
         time = self.time(costs if is_played else max(costs, key=_flops), strategy)
         if time.seconds >= most_seconds:
@@ -164,18 +161,15 @@ class Evaluator:
             traffic=sent,
         )
 
-    def _loads(self, layout: Layout, *, is_exact: bool) -> dict[int, list[Load]]:
+    def _loads(self, layout: Layout) -> dict[int, list[Load]]:
         """The stages of pipeline ranks; PartitionError: fewer blocks than stages."""
         if layout.pipeline == 1:
             return {0: even_loads(self.model, layout)}
         ranks = rank_of_stage(layout.schedule, layout.pipeline, layout.stages_per_rank)
-        # Even stages are found in a moment, and even ranks of several stages are not.
-        balanced = ranks if is_exact else tuple(range(len(ranks)))
-        if balanced not in self._stages:
-            self._stages[balanced] = partition(self.model.balance, balanced)
-        # The first holds most micro batches, the last the head.
-        looked_at = range(layout.pipeline) if is_exact else (0, layout.pipeline - 1)
-        return {rank: loads_of(self.model, self._stages[balanced], ranks, rank) for rank in looked_at}
+        if ranks not in self._stages:
+            # Even ranks of several stages take a while to find.
+            self._stages[ranks] = partition(self.model.balance, ranks)
+        return {rank: loads_of(self.model, self._stages[ranks], ranks, rank) for rank in range(layout.pipeline)}
 
     def _memory(self, strategy: Strategy, sizes: Mapping[int, RankSizes]) -> PeakMemory:
         peaks = {rank: peak(strategy, of_rank) for rank, of_rank in sizes.items()}

@@ -154,11 +154,7 @@ class _Search:
         for layout in layouts:
             self.num_evaluated += 1
             most = self._worst if best is None else best.time.seconds
-            found = self._evaluator.evaluate(layout, most_seconds=most)
-            if found is not None and layout.pipeline > 1:
-                # Of the blocks that each rank will have, which are seldom even, it may fit no more, or take longer.
-                found = self._evaluator.evaluate(layout, most_seconds=most, is_exact=True)
-            best = found or best
+            best = self._evaluator.evaluate(layout, most_seconds=most) or best
         if best is not None:
             insort(self.found, best, key=_order)
             del self.found[self._best :]
@@ -240,7 +236,7 @@ def _as_asked(evaluator: Evaluator, processes: int) -> Candidate | None:
         plan_run(layout.apply(evaluator.config), world_size=processes)
     except ConfigError:
         return None
-    return evaluator.evaluate(layout, is_exact=True)
+    return evaluator.evaluate(layout)
 
 
 def confirm(

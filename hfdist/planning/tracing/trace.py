@@ -246,6 +246,7 @@ class Trace(TorchDispatchMode):
             # A DTensor's own operations come by themselves.
             return NotImplemented
         if operation is _DEVICE and type(args[0]) is FakeTensor:
+            # As the tensor would: inside of kernels, where it says `meta`, this mode is off.
             return args[0].fake_device
         kwargs = kwargs or {}
         if self._is_shape_only:

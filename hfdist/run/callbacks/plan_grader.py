@@ -17,7 +17,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from hfdist.atomic_write import write_atomically
 from hfdist.collectives import gather_json
 from hfdist.control_group import control_group
-from hfdist.errors import first_line
+from hfdist.errors import named_line
 from hfdist.planning.grade import Held, Measured, grade_to_json
 from hfdist.planning.plan import Plan
 from hfdist.planning.timing.calibration import TimedStep, write_step
@@ -158,4 +158,4 @@ def _warning(what: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        logger.warning("no %s: %s: %s", what, type(error).__name__, first_line(error))
+        logger.warning("no %s: %s", what, named_line(error))
