@@ -5,7 +5,7 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
 .DEFAULT_GOAL := help
-.PHONY: help setup demo finetune test bench matrices zoo parity mesh layouts images finetuning reinforcement environments distillation captions pretraining interruptions faults soak cluster jobs ray shares canary gpu gpus sweeps widths plan mutations coverage readme docs check format clean
+.PHONY: help setup demo finetune test bench matrices zoo parity mesh layouts images finetuning reinforcement environments distillation captions pretraining search interruptions faults soak cluster jobs ray shares canary gpu gpus sweeps widths plan mutations coverage readme docs check format clean
 
 help:  ## List the commands.
 	@grep -E '^[a-z]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z]+):.*## (.*)/  make \1\t\2/' | expand -t 16
@@ -79,6 +79,10 @@ captions: $(READY)  ## Let a small model of image and text caption drawn shapes,
 
 pretraining: $(READY)  ## Train a classifier from a pretrained encoder and without, by three seeds, and write docs/pretraining-proof.md (5 minutes).
 	$(BIN)/python -m proofs.pretraining docs/pretraining-proof.md
+
+search: $(READY)  ## Let a small encoder find functions by their docstrings, beside BM25, and write docs/search-proof.md and its picture (20 minutes).
+	$(BIN)/python -m pip install --quiet bm25s==0.3.16
+	$(BIN)/python -m proofs.search docs/search-proof.md docs/images/search.png
 
 interruptions: $(READY)  ## Stop and resume streams and runs in thousands of ways, and prove that nothing is lost or repeated.
 	$(BIN)/python -m pytest tests/unit/data/test_any_interruption.py -m many

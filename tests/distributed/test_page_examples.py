@@ -1,6 +1,9 @@
 """The examples of pages that make their own model, in small: their programs, then two steps of their experiments."""
 
+import json
+
 import pytest
+import torch
 from transformers import AutoModelForImageTextToText, AutoModelForSequenceClassification
 
 from hfdist.config.composition.compose import compose_config
@@ -9,6 +12,8 @@ from hfdist.testing import run_ranks
 from proofs.captions import read_held_out, share_right, write_captions
 from proofs.follow_readme import ROOT, shown_programs
 from proofs.pretraining import SIDES
+from proofs.search import Found, search_embeddings
+from proofs.search import words as words_of
 from recipes import finetune, tune
 
 pytestmark = pytest.mark.distributed
@@ -63,3 +68,25 @@ def test_a_classifier_begins_with_the_pretrained_encoder(tmp_path, cache_dir, mo
     assert [len(one.config.id2label) for one in found] == [10, 10]
     held_out, texts = ((tmp_path / "packages" / f"{name}.jsonl").read_text() for name in ("held_out", "texts"))
     assert not {*held_out.splitlines()} & {*texts.splitlines()}
+
+
+@pytest.mark.many
+def test_an_encoder_learns_to_find_functions_that_it_has_not_seen(tmp_path, cache_dir, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    packages = 'files += functions(Path(sysconfig.get_path("purelib")))'
+    run_program(
+        "embeddings.md", "library.py", **{"_16384": "400", "_HELD_OUT = 8": "HELD_OUT = 80", f"_{packages}": ""}
+    )
+    train(tune, "docstrings_search", "tune")
+    rows = [json.loads(line) for line in (tmp_path / "library" / "held_out.jsonl").read_text().splitlines()]
+    queries, functions = ([row[column] for row in rows] for column in ("query", "positive"))
+    run = tmp_path / "runs" / "docstrings_search"
+    [said] = [line for line in read_lines(RunFolder(run).metrics) if line["step"] == 2 and "eval_mrr" in line]
+    # The run holds out 8 sequences of rows, and the page all rows.
+    found = search_embeddings(run / "model", queries, functions)
+    assert 0 < found.recall_at_1 <= found.mrr < 1
+    assert said["eval_recall_at_1"] <= said["eval_mrr"]
+    trained = (tmp_path / "library" / "train.jsonl").read_text()
+    assert not {*map(json.dumps, rows)} & {*trained.splitlines()}
+    assert Found.of(torch.tensor([[2.0, 1.0], [1.0, 0.0]]))[:3] == (0.5, 1.0, 0.75)
+    assert words_of("readLine of_x2") == ["read", "line", "of", "x", "2"]
