@@ -8,7 +8,6 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from hfdist.config.data import Packing, cache_dir
 from hfdist.config.run import RunConfig
-from hfdist.config.strategy import Sharding
 from hfdist.config.task import TaskName
 from hfdist.data import Corpus, have_images
 from hfdist.data.packing.packed_images import make_trial
@@ -119,7 +118,7 @@ def images_of_past_run(config: RunConfig, tokenizer: PreTrainedTokenizerBase) ->
 
 def _check_calls(config: RunConfig, architecture: PreTrainedConfig, images: ImageTokens) -> None:
     """Refuse ZeRO-3 for a type of which each image calls a module: ranks would gather other weights together."""
-    if config.strategy.sharding is not Sharding.zero3:
+    if not config.strategy.partitions_in_constructor:
         return
     names = images.none[1].keys()
     module = module_of_each_image(
