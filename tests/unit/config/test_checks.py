@@ -12,7 +12,7 @@ from hfdist.config.composition.compose import compose_config
 from hfdist.config.schema import all_keys
 from hfdist.errors import ConfigError
 
-LIMITED = [key for key in all_keys().values() if key.limit is not None and not key.is_text and key.type is not Any]
+LIMITED = [key for key in all_keys().values() if key.limit is not None and key.limit.allowed.startswith("a number")]
 HUB = ["model=hub", "model.name=some/model"]
 FP8 = ["train.precision=fp8"]
 TWO = ["data.sources.web={kind: files, path: a.txt, weight: 2}", "data.sources.stdlib.weight=1"]

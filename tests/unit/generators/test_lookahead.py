@@ -73,7 +73,7 @@ def test_figures_of_a_second_training_begin_anew():
     generators = Generators.__new__(Generators)
     generators._topology, generators._files = SimpleNamespace(is_main=False), None
     generators._gates, state = SimpleNamespace(close=lambda is_end: None), SimpleNamespace(global_step=1, max_steps=1)
-    generators._used, generators._wait_seconds = [0.0, 0.0, 0.0], 0.0
+    generators._staleness, generators._wait_seconds = [], 0.0
     generators._read_seconds, generators._read_tokens, generators._read_thrown_away = 0.0, 0, 0
     for num_tokens, thrown_away in ((90, 2), (40, 1)):
         broker = SimpleNamespace(num_tokens=num_tokens, num_thrown_away=thrown_away, stop=lambda: None)
