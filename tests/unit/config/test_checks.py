@@ -2,7 +2,6 @@
 
 import copy
 from functools import reduce
-from typing import Any
 
 import pytest
 
