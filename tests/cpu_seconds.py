@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import json
 import math
-import os
-import time
+import resource
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
@@ -30,15 +31,20 @@ _BEFORE, _FILE, _VERDICT = pytest.StashKey[float](), pytest.StashKey[str](), pyt
 
 def _used() -> float:
     # Of children, too, once they have ended.
-    return sum(os.times()[:4])
+    usages = map(resource.getrusage, (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN))
+    return sum(usage.ru_utime + usage.ru_stime for usage in usages)
 
 
 def _yardstick() -> float:
-    """CPU seconds of what is always the same work: processes that share a core, and its caches, need more for it."""
-    start = time.thread_time()
-    found = {number: str(number) for number in range(20_000)}
+    """CPU seconds of what is always the same work: processes that share a core, and its caches, need more for it.
+
+    Half of it is a new process and its pages, as tests of ranks are: a machine can be slow at that alone.
+    """
+    start = _used()
+    subprocess.run([sys.executable, "-I", "-S", "-c", ""], check=True)
+    found = {number: str(number) for number in range(60_000)}
     sum(map(len, found.values()))
-    return time.thread_time() - start
+    return _used() - start
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)
