@@ -6,7 +6,7 @@ import json
 import os
 import platform
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypedDict
@@ -33,6 +33,8 @@ from hfdist.tools.doctor.rendezvous import JOIN_SECONDS, Rendezvous, meet
 from hfdist.topology import LauncherPlace, read_launcher
 
 _MOST_NAMED = 20
+_GROUP_SECONDS = 3600.0
+"""Seconds that others may need for an earlier group: large tensors on a slow network take some minutes."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,23 +68,55 @@ def measure_rank(request: Request) -> None:
         torch.cuda.set_device(place.local_rank)
         prepare_nccl()
     plan = _agree(rendezvous, {"host": platform.node(), "has_gpu": has_gpu})
-    found: list[Figure] = []
-    failure: Exception | None = None
-    for number, (group, ranks) in enumerate(plan["groups"]):
-        if place.rank in ranks and failure is None:
-            try:
-                found += _measure_group(request, rendezvous, plan["backend"], group, ranks, number)
-            except Exception as error:
-                # Whatever a backend raises.
-                failure = error
-    rendezvous.tell("figures", [one.__dict__ for one in found])
+    figures, failure = _measure_groups(request, rendezvous, plan)
+    rendezvous.tell("figures", [one.__dict__ for one in figures])
     # A list: None is what a silent rank says.
-    rendezvous.tell("errors", [] if failure is None else [what_failed(failure)])
+    rendezvous.tell("errors", [] if failure is None else [failure])
     if place.rank != 0:
         # Rank 0 may serve the store.
         rendezvous.hear("end", 0, JOIN_SECONDS + request.call_seconds)
         return
     _lead(request, rendezvous, plan, place)
+
+
+def _measure_groups(request: Request, rendezvous: Rendezvous, plan: _Plan) -> tuple[list[Figure], str | None]:
+    """Measure the groups of this rank, and give the figures, and why a group failed; None: none did.
+
+    Once a group has failed, its ranks leave out the later ones, and so do those who would meet them there.
+    """
+    figures: list[Figure] = []
+    failure: str | None = None
+    is_sound = True
+    for number, (group, ranks) in enumerate(plan["groups"]):
+        if rendezvous.rank not in ranks:
+            continue
+        is_sound = is_sound and have_measured(rendezvous, plan["groups"][:number], ranks)
+        if is_sound:
+            try:
+                figures += _measure_group(request, rendezvous, plan["backend"], group, ranks, number)
+            except Exception as error:
+                # Whatever a backend raises.
+                failure, is_sound = what_failed(error), False
+        rendezvous.tell(f"measured-{number}", is_sound)
+    return figures, failure
+
+
+def have_measured(
+    rendezvous: Rendezvous,
+    groups: Sequence[tuple[str, list[int]]],
+    ranks: Sequence[int],
+    seconds: float = _GROUP_SECONDS,
+) -> bool:
+    """Wait until these ranks have measured their earlier groups; False: a group has failed, or a rank is silent.
+
+    A group has a time limit to connect, which must not begin while some of its ranks are busy in another one.
+    """
+    for number, (_, members) in enumerate(groups):
+        others = [rank for rank in ranks if rank in members and rank != rendezvous.rank]
+        heard = rendezvous.hear_all(f"measured-{number}", others, seconds)
+        if not all(heard.get(rank) for rank in others):
+            return False
+    return True
 
 
 def _measure_group(
