@@ -187,6 +187,7 @@ def test_a_plan_reads_the_file_with_the_measured_links(tmp_path):
         (["hardware=h100_80gb"], ("no file", "out=h100_80gb_measured.yaml")),
         (["hardware=h100", "out=own.yaml"], ("h100", "h100_")),
         (["call_seconds=0"], ("call_seconds", "call_seconds=2")),
+        (["call_seconds=99999999999999"], ("call_seconds", "at most 86400")),
     ],
 )
 def test_a_mistake_is_said_before_ranks_are_started(arguments, words, monkeypatch, capsys):

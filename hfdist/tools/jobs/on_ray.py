@@ -15,6 +15,7 @@ import uuid
 from types import FrameType
 from typing import Any, NoReturn
 
+from hfdist.errors import first_line
 from hfdist.processes.stop_signals import heard_signals
 from hfdist.tools.jobs.job import AGAIN
 from hfdist.tools.jobs.verdict import LOST
@@ -144,5 +145,5 @@ def _run_on(machines: list[Any], script: str) -> int | None:
         try:
             codes.append(ray.get(result))
         except RayError as error:
-            sys.stderr.write(f"a machine was lost: {str(error).splitlines()[0]}\n")
+            sys.stderr.write(f"a machine was lost: {first_line(error)}\n")
     return codes[0] if codes else None

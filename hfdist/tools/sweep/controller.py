@@ -48,7 +48,7 @@ class Controller:
             self._check(trial)
         self.most = self._config.trials
         if self._config.sampler is Sampler.grid:
-            self.most = min(self.most, len(sweep.space.grid()))
+            self.most = len(sweep.space.grid(self.most))
         self.most *= self._config.generations
         self._running: dict[int, LaunchedTrial] = {}
         """Trials that run, by their numbers."""

@@ -11,8 +11,10 @@ Each value is then checked as an override of a run is.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 from hydra.core.override_parser.types import ChoiceSweep, IntervalSweep, Override, RangeSweep
@@ -129,13 +131,17 @@ class Space:
     """All dimensions of a sweep; those that have a condition on others come last.
 
     Raises:
-        ConfigError: there are none, or a condition is on a key that does not vary so.
+        ConfigError: there are none, a key varies twice, or a condition is on a key that does not vary so.
     """
 
     def __init__(self, dimensions: Sequence[Dimension]) -> None:
         if not dimensions:
             what, hint = "nothing varies", "'optimizer.lr=choice(1e-4, 1e-3)'"
             raise ConfigError(what, where="sweep.space", allowed=_ALLOWED, hint=hint)
+        for key, number in Counter(one.key for one in dimensions).items():
+            if number > 1:
+                what, allowed = "this key varies twice", "all values of a key in one place"
+                raise ConfigError(what, where=key, found=f"{number} times", allowed=allowed)
         self.dimensions = sorted(dimensions, key=lambda one: one.condition is not None)
         choices = {one.key: one.texts for one in dimensions if one.choices and one.condition is None}
         for one in dimensions:
@@ -147,8 +153,8 @@ class Space:
                 near = nearest(wanted, known, f"{name}={{}}")
                 raise ConfigError(what, where=one.key, found=f"{name}={wanted}", allowed=allowed, hint=near)
 
-    def grid(self) -> list[dict[str, object]]:
-        """Give all combinations.
+    def grid(self, most: int | None = None) -> list[dict[str, object]]:
+        """Give the combinations, at most the first `most`: there may be more than memory holds.
 
         Raises:
             ConfigError: an interval has too many values for that.
@@ -157,14 +163,7 @@ class Space:
             if not one.choices:
                 what, hint = "a grid takes choices", f"'{one.key}=choice({one.low:g}, {one.high:g})', or sweep=random"
                 raise ConfigError(what, where=one.key, found="an interval", hint=hint)
-        combinations: list[dict[str, object]] = [{}]
-        for one in self.dimensions:
-            combinations = [
-                grown
-                for values in combinations
-                for grown in ([{**values, one.key: c} for c in one.choices] if one.holds(values) else [values])
-            ]
-        return combinations
+        return list(islice(_combinations(self.dimensions, {}), most))
 
     def examples(self) -> Iterator[dict[str, object]]:
         """Give trials that have each extreme and each choice once, to be checked before anything starts."""
@@ -204,3 +203,16 @@ class Space:
 
     def _by_key(self, key: str) -> Dimension:
         return next(one for one in self.dimensions if one.key == key)
+
+
+def _combinations(dimensions: Sequence[Dimension], values: dict[str, object]) -> Iterator[dict[str, object]]:
+    """Give these values with each combination of choices of the dimensions, of which the last changes first."""
+    if not dimensions:
+        yield values
+        return
+    one, *others = dimensions
+    if not one.holds(values):
+        yield from _combinations(others, values)
+        return
+    for choice in one.choices:
+        yield from _combinations(others, {**values, one.key: choice})

@@ -99,6 +99,15 @@ def test_few_points_are_all_kept_and_gaps_stay():
     assert {y for x, y in kept if not 4000 <= x < 6000} == {1.0}
 
 
+def test_of_keys_that_no_run_writes_nothing_is_kept(tmp_path):
+    long, pools = "rewards/" + "a" * 10_000, {f"data/pool-{number}/share": 0.1 for number in range(2000)}
+    run = RunFiles(write_run(tmp_path, lines=[training_line(1) | {long: 1.0, "data/a/other": 1.0} | pools]))
+    run.read()
+    assert run.figures == {}
+    assert "a" not in run.shares
+    assert len(run.shares) == 1000
+
+
 def test_a_run_of_one_step_or_none(tmp_path):
     for lines in ([], [training_line(1)]):
         run = RunFiles(write_run(tmp_path / str(len(lines)), lines=lines))

@@ -46,6 +46,10 @@ _MOST_ROLLOUTS = 64
 _EVALUATION = re.compile(r"eval_(?:.+_)?loss")
 _NUM_KEYS = 256
 """Keys whose kind is kept: lines have the same ones again and again."""
+_LONGEST_KEY = 200
+"""Most characters of a key: hfdist writes no longer ones, and a line may have one of megabytes."""
+_MOST_POOLS = 1000
+_POOL_FIGURES = ("share", "tokens", "epochs", "filled")
 
 
 class Span(NamedTuple):
@@ -179,7 +183,7 @@ class RunFiles:
             for key in CURVES:
                 self.columns[key].append(number(line.get(key)))
         for key, value in line.items():
-            kind = _kind_of(key)
+            kind = _kind_of(key) if len(key) <= _LONGEST_KEY else _Kind.other
             if kind is _Kind.held_out:
                 _add(self.held_out, key, step, value)
             elif kind is _Kind.figure:
@@ -188,7 +192,8 @@ class RunFiles:
                 _add(self.held_out_figures, key.removeprefix("eval_"), step, value)
             elif kind is _Kind.share and (found := number(value)) is not None:
                 pool, _, figure = key.removeprefix("data/").rpartition("/")
-                self.shares.setdefault(pool, {})[figure] = found
+                if figure in _POOL_FIGURES and (pool in self.shares or len(self.shares) < _MOST_POOLS):
+                    self.shares.setdefault(pool, {})[figure] = found
 
     def _has_changed(self, path: Path) -> bool:
         try:
