@@ -33,7 +33,7 @@ from hfdist.tools.doctor.bandwidth.figures import (
     table,
 )
 from hfdist.tools.doctor.bandwidth.hardware_file import write_hardware
-from hfdist.tools.doctor.bandwidth.measure import groups_of, have_measured
+from hfdist.tools.doctor.bandwidth.measure import RankGroup, groups_of, have_measured
 from hfdist.tools.doctor.rendezvous import Rendezvous
 from hfdist.topology import read_launcher
 from tests.unit.planning.layouts import make_layout
@@ -125,7 +125,7 @@ def test_a_group_waits_for_ranks_that_are_busy_in_an_earlier_one(monkeypatch):
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     place = read_launcher()
     first, second = (Rendezvous(replace(place, rank=rank, world_size=3)) for rank in range(2))
-    groups, between = [(ALL, [0, 1, 2]), (IN_MACHINE, [1, 2])], [0, 1]
+    groups, between = [RankGroup(ALL, [0, 1, 2]), RankGroup(IN_MACHINE, [1, 2])], [0, 1]
     first.tell("measured-0", True)
     second.tell("measured-0", True)
     assert have_measured(first, groups[:1], between)

@@ -92,8 +92,8 @@ class SlurmTrial:
         self._launcher, self._job, self.slot, self.rung = launcher, job, slot, rung
         self.exit_code: int | None = None
 
-    @property
-    def has_ended(self) -> bool:
+    def poll(self) -> bool:
+        """See `LaunchedTrial`."""
         if self._job in self._launcher.read_queue():
             return False
         # SLURM forgets a job some minutes after its end.
@@ -104,6 +104,7 @@ class SlurmTrial:
         return True
 
     def stop(self, *, can_save: bool) -> None:
+        """See `LaunchedTrial`."""
         # To the run and not to the script, and without an end by force; before there is a step, it would reach nobody.
         _run("scancel", *(["--signal=TERM"] if can_save else []), str(self._job))
 
