@@ -9,7 +9,7 @@ from pathlib import Path
 from hfdist.config.checks.offline import go_offline
 from hfdist.config.cli.arguments import FLAG, as_command, read_arguments, read_flag
 from hfdist.config.run import AUTO
-from hfdist.tools.doctor.examine import Request, check_alone, report
+from hfdist.tools.doctor.examine import Request, check_machine, report
 from hfdist.tools.doctor.processes import read_processes, read_seconds
 
 _HELP = """\
@@ -38,7 +38,7 @@ def _examine(arguments: list[str]) -> None:
     if request.is_offline:
         go_offline()
     if not is_launched and request.processes == 1:
-        report(check_alone(request), [], [], as_json=request.as_json)
+        report(check_machine(request, num_hosts=1), [], [], as_json=request.as_json)
         return
     # Here: one process needs no torch.
     from hfdist.launch.launch import start_ranks

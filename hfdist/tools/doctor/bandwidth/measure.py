@@ -18,6 +18,7 @@ from hfdist.tools.doctor.bandwidth.collectives import measure, sizes_up_to
 from hfdist.tools.doctor.bandwidth.figures import ALL, BETWEEN, IN_MACHINE, Figure, fit_link, slowest
 from hfdist.tools.doctor.bandwidth.hardware_file import write_hardware
 from hfdist.tools.doctor.bandwidth.output import as_json, as_text
+from hfdist.tools.doctor.link_speed import device_of
 from hfdist.tools.doctor.links import prepare_nccl, what_failed
 from hfdist.tools.doctor.rendezvous import JOIN_SECONDS, Rendezvous, meet
 from hfdist.topology import read_launcher
@@ -135,9 +136,8 @@ def have_measured(
 def _measure_group(
     request: Request, rendezvous: Rendezvous, backend: str, group: RankGroup, number: int
 ) -> list[Figure]:
-    device = torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else torch.device("cpu")
     with rendezvous.group(f"bandwidth-{number}", backend, group.ranks, request.call_seconds):
-        return measure(group.name, sizes_up_to(request.largest_bytes), device)
+        return measure(group.name, sizes_up_to(request.largest_bytes), device_of(backend))
 
 
 def _make_plan(rendezvous: Rendezvous) -> _Plan:

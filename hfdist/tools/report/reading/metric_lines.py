@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import bisect
-import re
 from collections.abc import Mapping
-from enum import Enum, auto
-from functools import lru_cache
 
 from hfdist.tools.report.reading.downsample import Point
 from hfdist.tools.report.text import number
@@ -25,9 +22,7 @@ TASK_FIGURES = (
 """Keys of what is measured of preferences and rewards; of evaluations with `eval_` before them. `rewards/NAME`, too."""
 _REWARDS = "rewards/"
 _MOST_FIGURES = 32
-_EVALUATION = re.compile(r"eval_(?:.+_)?loss")
-_NUM_KEYS = 256
-"""Keys whose kind is kept: lines have the same ones again and again."""
+_HELD_OUT_PREFIX, _POOL_PREFIX = "eval_", "data/"
 _LONGEST_KEY = 200
 """Most characters of a key: hfdist writes no longer ones, and a line may have one of megabytes."""
 _MOST_POOLS = 1000
@@ -69,17 +64,22 @@ class MetricLines:
             for key in CURVES:
                 self.columns[key].append(number(line.get(key)))
         for key, value in line.items():
-            kind = _kind_of(key) if len(key) <= _LONGEST_KEY else _Kind.other
-            if kind is _Kind.held_out:
-                _add(self.held_out, key, step, value)
-            elif kind is _Kind.figure:
-                _add(self.figures, key, step, value)
-            elif kind is _Kind.held_out_figure:
-                _add(self.held_out_figures, key.removeprefix("eval_"), step, value)
-            elif kind is _Kind.share and (found := number(value)) is not None:
-                pool, _, figure = key.removeprefix("data/").rpartition("/")
-                if figure in _POOL_FIGURES and (pool in self.shares or len(self.shares) < _MOST_POOLS):
-                    self.shares.setdefault(pool, {})[figure] = found
+            if len(key) <= _LONGEST_KEY:
+                self._add_figure(key, step, value)
+
+    def _add_figure(self, key: str, step: float, value: object) -> None:
+        if key.startswith(_HELD_OUT_PREFIX):
+            name = key.removeprefix(_HELD_OUT_PREFIX)
+            if name == LOSS or name.endswith(f"_{LOSS}"):
+                _add_point(self.held_out, key, step, value)
+            elif _is_figure(name):
+                _add_point(self.held_out_figures, name, step, value)
+        elif _is_figure(key):
+            _add_point(self.figures, key, step, value)
+        elif key.startswith(_POOL_PREFIX) and (found := number(value)) is not None:
+            pool, _, figure = key.removeprefix(_POOL_PREFIX).rpartition("/")
+            if figure in _POOL_FIGURES and (pool in self.shares or len(self.shares) < _MOST_POOLS):
+                self.shares.setdefault(pool, {})[figure] = found
 
     def curve(self, key: str) -> list[Point]:
         """Give the values of one of CURVES by step; one that is not there, or not finite, is a gap."""
@@ -101,32 +101,11 @@ class MetricLines:
         return low + (axis[after] - low) * ((step - left) / width if width else 1.0)
 
 
-class _Kind(Enum):
-    """What a line of metrics says under a key, besides CURVES."""
-
-    held_out = auto()
-    figure = auto()
-    held_out_figure = auto()
-    share = auto()
-    other = auto()
-
-
-@lru_cache(_NUM_KEYS)
-def _kind_of(key: str) -> _Kind:
-    if _EVALUATION.fullmatch(key):
-        return _Kind.held_out
-    if _is_figure(key):
-        return _Kind.figure
-    if _is_figure(key.removeprefix("eval_")):
-        return _Kind.held_out_figure
-    return _Kind.share if key.startswith("data/") else _Kind.other
-
-
 def _is_figure(key: str) -> bool:
     return key in TASK_FIGURES or key.startswith(_REWARDS)
 
 
-def _add(curves: dict[str, list[Point]], key: str, step: float, value: object) -> None:
+def _add_point(curves: dict[str, list[Point]], key: str, step: float, value: object) -> None:
     """Add a point; a step that was there before, or a key too many, adds none."""
     if key not in curves and len(curves) >= _MOST_FIGURES:
         return
