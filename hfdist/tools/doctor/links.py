@@ -6,7 +6,7 @@ import os
 import platform
 import re
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -30,7 +30,7 @@ def try_pairs(
     rendezvous: Rendezvous,
     backend: str,
     schedule: Sequence[Sequence[tuple[int, int]]],
-    hosts: Callable[[int], str],
+    hosts: Mapping[int, str],
     seconds: float,
     *,
     is_second: bool = False,
@@ -41,7 +41,7 @@ def try_pairs(
         rendezvous: the store of all ranks.
         backend: `gloo` or `nccl`.
         schedule: rounds of pairs, the same on all ranks.
-        hosts: gives the machine of a rank.
+        hosts: host of each rank.
         seconds: seconds that a pair may take to connect, and for each message.
         is_second: whether rounds have one pair each, and wait for the end of the one before.
     """
@@ -53,7 +53,7 @@ def try_pairs(
             patience = _LATE_SECONDS + 3 * seconds * (number + 1)
             if is_second and number > 0:
                 rendezvous.hear(f"{label}-done-{number - 1}", schedule[number - 1][0][0], patience)
-            pair = Pair(ranks=ab, hosts=(hosts(ab[0]), hosts(ab[1])), backend=backend)
+            pair = Pair(ranks=ab, hosts=(hosts[ab[0]], hosts[ab[1]]), backend=backend)
             name = f"{label}-{ab[0]}-{ab[1]}"
             pair.error = _connect(rendezvous, pair, name, seconds, patience)
             if pair.error is None:
