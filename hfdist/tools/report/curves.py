@@ -58,15 +58,11 @@ def loss_charts(runs: Sequence[RunFiles]) -> str:
 
 
 def _learning_charts(runs: Sequence[RunFiles], learned: _Learned) -> str:
-    by_tokens = [
-        run.metrics.over(run.metrics.tokens, points) for run, points in zip(runs, learned.training, strict=True)
-    ]
-    held_out = [
-        run.metrics.over(run.metrics.tokens, points) for run, points in zip(runs, learned.held_out, strict=True)
-    ]
+    tokens = [run.metrics.tokens for run in runs]
+    by_tokens, held_out = _over(runs, tokens, learned.training), _over(runs, tokens, learned.held_out)
     name, is_loss = learned.name, learned.name == LOSS
     base = Chart(title=name.capitalize(), unit=learned.unit, curves=(), x="tokens", may_be_log=is_loss, height=240)
-    marked = replace(base, marks=_marks(runs, [run.metrics.tokens for run in runs]))
+    marked = replace(base, marks=_marks(runs, tokens))
     if len(runs) == 1:
         charts = [replace(marked, curves=learning_curves(runs, by_tokens, held_out))]
     else:
@@ -77,22 +73,25 @@ def _learning_charts(runs: Sequence[RunFiles], learned: _Learned) -> str:
         ]
     unit, word = _time_unit(max((run.metrics.seconds[-1] for run in runs if run.metrics.seconds), default=0.0))
     axes = [[seconds / unit for seconds in run.metrics.seconds] for run in runs]
-    by_time = [run.metrics.over(axis, points) for run, axis, points in zip(runs, axes, learned.training, strict=True)]
     on_time = f"{word} of training, without loading, evaluations and saves"
-    curves, title = _named(runs, by_time, "training"), f"{name.capitalize()} by time"
+    curves, title = _named(runs, _over(runs, axes, learned.training), "training"), f"{name.capitalize()} by time"
     charts.append(replace(base, title=title, x=on_time, curves=curves, marks=_marks(runs, axes)))
     return "".join(map(draw, charts))
 
 
+def _over(runs: Sequence[RunFiles], axes: Sequence[list[float]], curves: Sequence[list[Point]]) -> list[list[Point]]:
+    """Give a curve by step of each run over its tokens or seconds."""
+    return [run.metrics.over(axis, points) for run, axis, points in zip(runs, axes, curves, strict=True)]
+
+
 def small_charts(runs: Sequence[RunFiles]) -> str:
     """Draw all other figures of training lines by step that some run has."""
-    drawn = []
+    drawn, marks = [], _marks(runs, [run.metrics.steps for run in runs])
     for key, base in zip(CURVES[1:], _SMALL, strict=True):
         points, unit = [run.metrics.curve(key) for run in runs], base.unit
         if key == "energy_kwh":
             points, unit = _in_energy_unit(points)
-        marked = _marks(runs, [run.metrics.steps for run in runs])
-        drawn.append(draw(replace(base, unit=unit, curves=_named(runs, points, base.title), marks=marked)))
+        drawn.append(draw(replace(base, unit=unit, curves=_named(runs, points, base.title), marks=marks)))
     return "".join(drawn) + (own_charts(runs[0]) if len(runs) == 1 else "")
 
 

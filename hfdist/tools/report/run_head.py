@@ -56,7 +56,7 @@ def figures(run: RunFiles) -> list[tuple[str, str]]:
         found.append(("tokens", short(tokens) + (" <small>with padding</small>" if is_padded else "")))
     elif step is not None:
         found.append(("step", f"{step:,.0f}"))
-    found += [(name, value) for name, value in _losses(run)]
+    found += _losses(run)
     for key, name, form in (("tokens_per_second", "tokens a second", short), ("mfu", "MFU", share)):
         recent = [value for _, value in run.metrics.curve(key)[-50:] if value is not None]
         if recent:

@@ -15,7 +15,6 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any
 
 from hydra.core.override_parser.types import ChoiceSweep, IntervalSweep, Override, RangeSweep
 from hydra.errors import HydraException
@@ -52,12 +51,13 @@ class Dimension:
         """Give the choices, or both ends of the interval."""
         return self.choices or ((int(self.low), int(self.high)) if self.is_whole else (self.low, self.high))
 
-    def has(self, value: Any) -> bool:
+    def has(self, value: object) -> bool:
         """Whether a trial may have this value, as Python or JSON has it."""
         if self.choices:
             return as_text(value) in self.texts
-        is_number = isinstance(value, int if self.is_whole else (int, float)) and not isinstance(value, bool)
-        return is_number and self.low <= value <= self.high
+        if isinstance(value, bool) or not isinstance(value, int if self.is_whole else (int, float)):
+            return False
+        return self.low <= value <= self.high
 
     def holds(self, values: Mapping[str, object]) -> bool:
         """Whether a trial with these other values has this key."""
@@ -83,13 +83,7 @@ def parse_dimension(key: str, text: str, where: str) -> Dimension:
     except HydraException as error:
         raise ConfigError("these are no values of a sweep", where=place, found=text, allowed=_ALLOWED) from error
     found = override._value if override.is_sweep_override() else None
-    when = None
-    if condition:
-        name, equals, value = condition.strip().partition("=")
-        if not equals or not value:
-            what, allowed = "this is no condition", "VALUES if KEY=VALUE"
-            raise ConfigError(what, where=place, found=condition, allowed=allowed)
-        when = (name, value)
+    when = _condition(condition, place) if condition else None
     if isinstance(found, IntervalSweep):
         return _interval(key, found, when, place)
     if isinstance(found, RangeSweep):
@@ -105,6 +99,13 @@ def parse_dimension(key: str, text: str, where: str) -> Dimension:
         choices = tuple(choice for place, choice in enumerate(choices) if choice not in choices[:place])
         return Dimension(key=key, choices=choices, condition=when)
     raise ConfigError("these are no values of a sweep", where=place, found=text, allowed=_ALLOWED)
+
+
+def _condition(text: str, place: str) -> tuple[str, str]:
+    key, equals, value = text.strip().partition("=")
+    if not equals or not value:
+        raise ConfigError("this is no condition", where=place, found=text, allowed="VALUES if KEY=VALUE")
+    return key, value
 
 
 def _interval(key: str, found: IntervalSweep, condition: tuple[str, str] | None, place: str) -> Dimension:

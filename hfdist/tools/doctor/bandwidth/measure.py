@@ -107,7 +107,8 @@ def _measure_groups(request: Request, rendezvous: Rendezvous, plan: _Plan) -> tu
         is_sound = is_sound and have_measured(rendezvous, plan.groups[:number], group.ranks)
         if is_sound:
             try:
-                figures += _measure_group(request, rendezvous, plan.backend, group, number)
+                with rendezvous.group(f"bandwidth-{number}", plan.backend, group.ranks, request.call_seconds):
+                    figures += measure(group.name, sizes_up_to(request.largest_bytes), device_of(plan.backend))
             except Exception as error:
                 # Whatever a backend raises.
                 failure, is_sound = what_failed(error), False
@@ -131,13 +132,6 @@ def have_measured(
         if not all(heard.get(rank) for rank in others):
             return False
     return True
-
-
-def _measure_group(
-    request: Request, rendezvous: Rendezvous, backend: str, group: RankGroup, number: int
-) -> list[Figure]:
-    with rendezvous.group(f"bandwidth-{number}", backend, group.ranks, request.call_seconds):
-        return measure(group.name, sizes_up_to(request.largest_bytes), device_of(backend))
 
 
 def _make_plan(rendezvous: Rendezvous) -> _Plan:

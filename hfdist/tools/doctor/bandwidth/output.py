@@ -13,14 +13,7 @@ from hfdist.tools.doctor.bandwidth.figures import Figure, Link, describe_seconds
 
 
 def as_json(figures: Sequence[Figure], links: Mapping[str, Link], backend: str, hosts: Sequence[str]) -> str:
-    """Give all figures and links as JSON.
-
-    Args:
-        figures: joined over ranks and machines.
-        links: by group of ranks.
-        backend: `gloo` or `nccl`.
-        hosts: host of each rank.
-    """
+    """Give the figures, the links by group, and of which backend and hosts, by rank, they are, as JSON."""
     content = {
         "backend": backend,
         "version": _version_of(backend),
@@ -32,7 +25,7 @@ def as_json(figures: Sequence[Figure], links: Mapping[str, Link], backend: str, 
 
 
 def as_text(figures: Sequence[Figure], links: Mapping[str, Link], backend: str, hosts: Sequence[str]) -> str:
-    """Give a table for each group, and a line for each link. See `as_json`."""
+    """Give the same as a table for each group, and a line for each link."""
     machines = ", ".join(f"{host} ({ranks})" for host, ranks in Counter(hosts).items())
     lines = [f"{_version_of(backend)}, {len(hosts)} ranks: {machines}", "", *table(figures)]
     lines += [

@@ -43,18 +43,18 @@ class RunFiles:
         self.config: dict[str, object] | None = None
         """None: it cannot be read."""
         self.read_at = datetime.now(UTC)
+        self.events: list[Mapping[str, object]] = []
+        self.samples: deque[Mapping[str, object]] = deque(maxlen=_MOST_SAMPLES)
+        self.rollouts: deque[Mapping[str, object]] = deque(maxlen=_MOST_ROLLOUTS)
         self._stamps: dict[Path, tuple[int, int]] = {}
         self._begin_metrics()
-        self._begin_events()
         self._begin_ranks()
-        self._begin_samples()
-        self._begin_rollouts()
         self._followers = [
             Follower(self._paths.metrics, self._begin_metrics, lambda line: self.metrics.add(line)),
-            Follower(self._paths.events, self._begin_events, lambda line: self.events.append(line)),
+            Follower(self._paths.events, self.events.clear, self.events.append),
             Follower(self._paths.ranks, self._begin_ranks, lambda line: self.ranks.add(line)),
-            Follower(self._paths.samples, self._begin_samples, lambda line: self.samples.append(line)),
-            Follower(self._paths.rollouts, self._begin_rollouts, lambda line: self.rollouts.append(line)),
+            Follower(self._paths.samples, self.samples.clear, self.samples.append),
+            Follower(self._paths.rollouts, self.rollouts.clear, self.rollouts.append),
         ]
 
     def read(self) -> bool:
@@ -85,17 +85,8 @@ class RunFiles:
     def _begin_metrics(self) -> None:
         self.metrics = MetricLines()
 
-    def _begin_events(self) -> None:
-        self.events: list[Mapping[str, object]] = []
-
     def _begin_ranks(self) -> None:
         self.ranks = RankSteps()
-
-    def _begin_samples(self) -> None:
-        self.samples: deque[Mapping[str, object]] = deque(maxlen=_MOST_SAMPLES)
-
-    def _begin_rollouts(self) -> None:
-        self.rollouts: deque[Mapping[str, object]] = deque(maxlen=_MOST_ROLLOUTS)
 
     def _has_changed(self, path: Path) -> bool:
         try:
