@@ -9,8 +9,8 @@ from pathlib import Path
 from hfdist.config.checks.offline import go_offline
 from hfdist.config.cli.arguments import FLAG, as_command, read_arguments, read_flag
 from hfdist.config.run import AUTO
+from hfdist.tools.doctor.arguments import read_processes, read_seconds
 from hfdist.tools.doctor.examine import Request, check_machine, report
-from hfdist.tools.doctor.processes import read_processes, read_seconds
 
 _HELP = """\
 Examine a machine, or several, before a job: versions, GPUs, memory, limits, folders, the Hub, and each link between two

@@ -17,6 +17,9 @@ _TOP, _BOTTOM, _SIDE = 24, 34, 70
 _GOOD_SHARE = 0.25
 """Share of the trials whose lines are not faint, the best ones."""
 
+_METRIC = ""
+"""Stands for the metric among the keys."""
+
 
 def draw_lines(trials: Sequence[Trial], metric: str) -> str:
     """Draw trials with a value of the metric, the best first; nothing for fewer than two keys: a chart has it all."""
@@ -26,7 +29,7 @@ def draw_lines(trials: Sequence[Trial], metric: str) -> str:
     scales = [Scale.of(key, [trial.values[key] for trial in trials if key in trial.values]) for key in keys]
     scales.append(Scale.of(metric, [trial.value for trial in trials]))
     places = [_SIDE + place * (_WIDTH - 2 * _SIDE) / (len(scales) - 1) for place in range(len(scales))]
-    axes_by_key = dict(zip([*keys, None], zip(places, scales, strict=True), strict=True))
+    axes_by_key = dict(zip([*keys, _METRIC], zip(places, scales, strict=True), strict=True))
     lines = [
         _line(trial, axes_by_key, is_best=rank == 0, is_good=rank < _GOOD_SHARE * len(trials))
         for rank, trial in enumerate(trials)
@@ -41,9 +44,9 @@ def draw_lines(trials: Sequence[Trial], metric: str) -> str:
     )
 
 
-def _line(trial: Trial, axes: Mapping[str | None, tuple[float, Scale]], *, is_best: bool, is_good: bool) -> str:
-    """Draw a trial over the axes of its keys, and over that of the metric, which has no key."""
-    values: dict[str | None, object] = {**trial.values, None: trial.value}
+def _line(trial: Trial, axes: Mapping[str, tuple[float, Scale]], *, is_best: bool, is_good: bool) -> str:
+    """Draw a trial over the axes of its keys and of the metric."""
+    values = trial.values | {_METRIC: trial.value}
     # A trial need not have all keys, and a value may be null.
     points = " ".join(
         f"{x:.1f},{_up(scale.share(values[key])):.1f}" for key, (x, scale) in axes.items() if key in values

@@ -13,8 +13,8 @@ from hfdist.config.composition.overrides import COMMAND_LINE
 from hfdist.config.paths import expand_user
 from hfdist.config.run import AUTO
 from hfdist.errors import ConfigError
+from hfdist.tools.doctor.arguments import read_processes, read_seconds
 from hfdist.tools.doctor.bandwidth.figures import LEAST_LINK_BYTES, describe_size, read_size
-from hfdist.tools.doctor.processes import read_processes, read_seconds
 
 if TYPE_CHECKING:
     from hfdist.tools.doctor.bandwidth.measure import Request
