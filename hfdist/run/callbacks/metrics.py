@@ -16,7 +16,7 @@ from hfdist.pipeline.timeline import Event, write_chrome_trace
 from hfdist.records import RunFolder, read_lines
 from hfdist.strategies.engine import Engine
 from hfdist.tools.report.drawing.schedule import busy_share
-from hfdist.tools.report.reading.run_files import Span
+from hfdist.tools.report.reading.timeline import Span
 from hfdist.trainer.step.step_lines import StepLines
 
 logger = logging.getLogger(__name__)
