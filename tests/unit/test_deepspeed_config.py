@@ -53,6 +53,15 @@ def test_further_keys_are_merged_over_the_generated_ones():
     assert (section["reduce_bucket_size"], section["round_robin_gradients"], section["stage"]) == (1000, True, 2)
 
 
+def test_deepspeed_takes_a_field_by_either_of_its_names():
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+    extra = {"zero_optimization": {"prefetch_bucket_size": 1000, "stage3_max_live_parameters": 2000}}
+    section = config(StrategyConfig(sharding=Sharding.zero3, deepspeed=extra))["zero_optimization"]
+    read = DeepSpeedZeroConfig(**section)
+    assert (read.prefetch_bucket_size, read.max_live_parameters) == (1000, 2000)
+
+
 @pytest.mark.parametrize(
     ("extra", "where", "hint"),
     [
@@ -116,6 +125,9 @@ def test_further_keys_are_merged_over_the_generated_ones():
             "strategy.deepspeed.data_types.grad_accum_dtype",
         ),
         ({"train_batch_size": {}}, "strategy.deepspeed.train_batch_size", "int"),
+        ({7: 1}, "strategy.deepspeed.7", "does not go to DeepSpeed"),
+        ({"zero_optimization": {7: 1}}, "strategy.deepspeed.zero_optimization.7", "no such key"),
+        ({"data_types": {7: 1}}, "strategy.deepspeed.data_types.7", "no such key"),
     ],
 )
 def test_mistakes_name_the_full_key_and_the_way_out(extra, where, hint):
