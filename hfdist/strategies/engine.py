@@ -173,6 +173,8 @@ class Engine:
             # A plan has a model without others.
             if isinstance(prepared, DistributedDataParallel):
                 self.compressor.register(prepared)
+        if self.compressor is not None:
+            self.compressor.scaler = scaler
         return optimizer
 
     def _list_parts(self) -> None:

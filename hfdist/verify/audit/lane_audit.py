@@ -92,14 +92,7 @@ class _LaneAudit:
 
     def _readable(self, records: Records) -> Records:
         """Records without those that no run writes."""
-        ends = records["first_token"].astype(np.int64) + records["num_tokens"]
-        gives_tokens = np.isin(records["fate"], [Status.trained, Status.quarantined])
-        is_good = (records["first_token"] >= 0) & (records["num_tokens"] >= 0) & (ends <= records["of_tokens"])
-        is_good &= (records["num_tokens"] > 0) == gives_tokens
-        is_good &= (
-            (records["pool"] < len(self._plan.pools)) & (records["fate"] <= max(Status)) & (records["sequence"] >= 0)
-        )
-        is_good &= (records["document"] >= 0) & (records["document"] < self._audits.corpus.num_documents)
+        is_good = are_readable(records, len(self._plan.pools), self._audits.corpus.num_documents)
         bad = records[~is_good]
         self._discrepancies.add_documents(
             Discrepancy.unreadable, bad["document"], f", lane {self._lane}", bad["sequence"]
@@ -153,6 +146,17 @@ class _LaneAudit:
             name = f"lane {self._lane}, {self._plan.pools[pool].name}: the records do not end at {tuple(place or ())}"
             self._discrepancies.add(Discrepancy.cursor, [name], 1)
         return check.is_finished
+
+
+def are_readable(records: Records, num_pools: int, num_documents: int) -> NDArray[np.bool_]:
+    """Find the records that a run may have written, by their values alone."""
+    ends = records["first_token"].astype(np.int64) + records["num_tokens"]
+    gives_tokens = np.isin(records["fate"], [Status.trained, Status.quarantined])
+    is_good = (records["first_token"] >= 0) & (records["num_tokens"] >= 0) & (ends <= records["of_tokens"])
+    is_good &= (records["num_tokens"] > 0) == gives_tokens
+    is_good &= (records["pool"] < num_pools) & (records["fate"] <= max(Status)) & (records["sequence"] >= 0)
+    is_good &= (records["document"] >= 0) & (records["document"] < num_documents)
+    return is_good
 
 
 class _LaneSequences:

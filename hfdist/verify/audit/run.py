@@ -34,6 +34,7 @@ from hfdist.run.logs import set_up_logging
 from hfdist.secrets import mask_secrets
 from hfdist.topology import Topology
 from hfdist.verify.audit.exactly_once import Audit, first_sample
+from hfdist.verify.audit.lane_audit import are_readable
 
 _SHOWN_CHARACTERS = 80
 _MANY_RECORDS = 2**20
@@ -238,7 +239,7 @@ def describe_step(run: PastRun, step: int, *, shows_all_text: bool) -> Iterator[
 
     Raises:
         ConfigError: the ledger does not hold that step.
-        DataError: a row cannot be read, or has changed.
+        DataError: a row cannot be read, or has changed; or the ledger is damaged.
     """
     data, batch = run.config.data, run.config.train.global_batch_size
     if run.config.islands.shares > 1:
@@ -260,6 +261,10 @@ def describe_step(run: PastRun, step: int, *, shows_all_text: bool) -> Iterator[
         number, lane = divmod(sample, len(run.ledger))
         start, stop = np.searchsorted(run.ledger[lane]["sequence"], [number, number + 1]).tolist()
         records = run.ledger[lane][start:stop]
+        if not are_readable(records, len(run.corpus.pools), run.corpus.num_documents).all():
+            what, hint = "the ledger has records that no run writes", shlex.join(["hfdist", "audit", f"run={run.folder}"])
+            where = f"{RunFolder(run.folder).ledger}, lane {lane}, sequence {number}"
+            raise DataError(what, where=where, hint=f"{hint}, which names them all")
         pool = run.corpus.pools[records["pool"][0]].name if len(records) else "nothing: the lane had come to its end"
         yield f"sequence {sample} of the run: lane {lane}, sequence {number} of it, from {pool}"
         for record in records:
