@@ -20,8 +20,9 @@ from hfdist.errors import PartitionError
 from hfdist.strategies.deepspeed import pieces_zero
 from hfdist.strategies.deepspeed.buckets import bucket_elements, fit_buckets
 from hfdist.strategies.deepspeed.deepspeed_config import generate
+from hfdist.strategies.deepspeed.estimates import reduce_to_owners, with_master_weights
+from hfdist.strategies.deepspeed.startup import start_deepspeed
 from hfdist.strategies.deepspeed.step_hooks import hook_steps
-from hfdist.strategies.deepspeed.zero import reduce_to_owners, start_deepspeed, with_master_weights
 from hfdist.strategies.pipelines.pipeline import PipelineEngine, PipelineStrategy
 from hfdist.strategies.step_memory import MemoryUse, RankSizes, ShardFractions
 from hfdist.strategies.traffic import Axes, Sent, cut_elements
