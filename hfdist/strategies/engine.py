@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from operator import attrgetter, is_
+from operator import attrgetter
 from typing import TYPE_CHECKING, Protocol, TypeVar, cast
 
 import torch
@@ -34,7 +34,7 @@ from hfdist.strategies.optimizer_state import StateReader
 from hfdist.strategies.parameter_shards import EXPERT, TENSOR
 from hfdist.strategies.parts import ModelParts
 from hfdist.strategies.pieces import list_pieces
-from hfdist.strategies.whole import ShardedParameter, WholeSteps, gather_places
+from hfdist.strategies.whole import ShardedParameter, WholeSteps, gather_regions
 
 if TYPE_CHECKING:
     from accelerate.optimizer import AcceleratedOptimizer
@@ -194,7 +194,7 @@ class Engine:
             # Of an earlier training.
             return
         shared = list(self._shared(inner))
-        self._whole_steps = WholeSteps(inner, gather_places(shared)) if shared else None
+        self._whole_steps = WholeSteps(inner, gather_regions(shared)) if shared else None
 
     def _groups_of_wholes(self, optimizer: torch.optim.Optimizer) -> list[Group]:
         return groups_of_wholes(optimizer, (group for group in optimizer.param_groups if group["params"]))
@@ -339,7 +339,7 @@ class Engine:
         groups = self._norm_groups()
         if not groups:
             trained = self._list_trained()
-            if len(trained) != len(self._trained) or not all(map(is_, trained, self._trained)):
+            if list(map(id, trained)) != list(map(id, self._trained)):
                 # A callback has given the optimizer others.
                 self._list_parts()
             return torch.nn.utils.clip_grad_norm_(self._parameters, max_norm or math.inf)

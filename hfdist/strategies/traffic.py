@@ -311,9 +311,10 @@ class Axes:
             summed += tokens * (2 * of_plan.embedded + 4) * sizes.weight_bytes
         yield from add(ALL_REDUCE, summed, num_sums)
         yield from add(ALL_GATHER, tokens * of_plan.gathered * sizes.compute_bytes * sizes.forwards, calls)
-        # Of what is whole on each rank: the gradients, or FSDP2's shards of them.
+        # Of what is whole on each rank: the gradients, or the shards of them.
         whole = (sizes.parameters - of_plan.divided - sizes.experts) * self.stages_share * sizes.trained_share
-        if self.config.sharding.value == "fsdp2":
+        if self.config.shards_state:
+            # By FSDP2: ZeRO does not go with tensor ranks.
             whole /= self.topology.shard * self.topology.context
         yield from add(ALL_REDUCE, whole * sizes.weight_bytes, 1)
 

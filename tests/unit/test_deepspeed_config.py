@@ -10,7 +10,7 @@ from hfdist.config.strategy import Offload, Sharding, StrategyConfig
 from hfdist.config.train import Precision, TrainConfig
 from hfdist.errors import ConfigError
 from hfdist.strategies.deepspeed.deepspeed_config import generate
-from hfdist.strategies.select import make_strategy
+from hfdist.strategies.from_python import make_strategy
 
 
 def config(strategy: StrategyConfig, train: TrainConfig | None = None, device_type: str = "cpu"):

@@ -139,13 +139,13 @@ class _LaneAudit:
     def _check_pool(self, records: Records, pool: int) -> bool:
         """Check the documents of a lane in one pool; returns whether the lane has finished the pool."""
         place = None if self._state is None else self._state.pools[pool].place
-        own = records[records["pool"] == pool]
-        check = PoolAudit(own, self._plan, pool, self._lane, place, begins_inside=self._audits.begins_inside)
-        check.check(self._discrepancies)
-        if not check.agrees_with_place:
+        of_pool = records[records["pool"] == pool]
+        audit = PoolAudit(of_pool, self._plan, pool, self._lane, place, begins_inside=self._audits.begins_inside)
+        audit.check(self._discrepancies)
+        if not audit.agrees_with_place:
             name = f"lane {self._lane}, {self._plan.pools[pool].name}: the records do not end at {tuple(place or ())}"
             self._discrepancies.add(Discrepancy.cursor, [name], 1)
-        return check.is_finished
+        return audit.is_finished
 
 
 def are_readable(records: Records, num_pools: int, num_documents: int) -> NDArray[np.bool_]:

@@ -377,7 +377,6 @@ class TestSteps:
             list(describe_step(run, step, shows_all_text=False))
         assert caught.value.allowed.startswith("1 to 30;")
 
-
     @pytest.mark.parametrize(("field", "value"), [("fate", 99), ("document", 10**9), ("pool", 9)])
     def test_a_damaged_record_ends_in_an_error_that_names_its_place(self, run, field, value):
         ledger = [own.copy() for own in run.ledger]
