@@ -348,11 +348,11 @@ class Engine:
         device = next(iter(parameters.values())).device
         norm = total_norm(counted, groups, device)
         if max_norm > 0:
-            alike: dict[DeviceMesh | None, list[nn.Parameter]] = defaultdict(list)
+            by_mesh: dict[DeviceMesh | None, list[nn.Parameter]] = defaultdict(list)
             for parameter in parameters.values():
                 # torch scales no gradients of several meshes together.
-                alike[getattr(parameter, "device_mesh", None)].append(parameter)
-            for of_mesh in alike.values():
+                by_mesh[getattr(parameter, "device_mesh", None)].append(parameter)
+            for of_mesh in by_mesh.values():
                 torch.nn.utils.clip_grads_with_norm_(of_mesh, max_norm, norm)
         return norm
 
