@@ -119,13 +119,14 @@ class Engine:
         """All of the prepared model, which takes a fiftieth of a small step to walk through; see `setup`."""
         self._parameters: list[nn.Parameter] = []
         self._trained: list[torch.Tensor] = []
-        """What the optimizer had when the two above were listed."""
+        """What the optimizer stepped when the two lists above were made."""
         self._prepared: nn.Module | None = None
         """As accelerate wrapped it; None before `setup`."""
         self._make_compressor = make_compressor
         """Gives for a model what compresses DDP's gradients; None: they travel as they are."""
         self.compressor: GradientCompressor | None = None
         self._compressed: nn.Module | None = None
+        """The model whose gradients `compressor` compresses, as accelerate wrapped it."""
         self._whole_steps: WholeSteps | None = None
         """Steps the parameters that the optimizer must see whole; None: all are stepped as this rank holds them."""
         self.context = context
@@ -373,8 +374,8 @@ class Engine:
                     parameter.data = parameter.new_empty(1).expand(shape)
             yield
         finally:
-            for parameter, own in hidden:
-                parameter.data = own
+            for parameter, data in hidden:
+                parameter.data = data
 
     def whole_parameters(self) -> Iterable[tuple[str, torch.Tensor]]:
         """List the parameters that this rank holds whole between steps, by name; other ranks may hold them too.

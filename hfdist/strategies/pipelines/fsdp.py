@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -17,22 +16,15 @@ from torch.distributed.device_mesh import DeviceMesh
 from hfdist.config.batch import BatchPlan
 from hfdist.config.strategy import StrategyConfig
 from hfdist.config.train import TrainConfig
-from hfdist.models.flops import ModelSize
-from hfdist.pipeline.infer_stage_io import StageIO
 from hfdist.pipeline.pipeline import Pipeline
-from hfdist.pipeline.split import SplitModel
 from hfdist.strategies.base import check_no_scalars
 from hfdist.strategies.engine import Batch, TrainerHooks
 from hfdist.strategies.fsdp import ShardedEngine
 from hfdist.strategies.fsdp_units import shard_by_blocks
-from hfdist.strategies.parts import ModelParts
 from hfdist.strategies.pipelines.pipeline import PipelineEngine, PipelineStrategy
 from hfdist.strategies.step_memory import RankSizes, ShardFractions
 from hfdist.strategies.traffic import Axes, Sent
 from hfdist.topology import Topology
-
-if TYPE_CHECKING:
-    from hfdist.strategies.context import ContextParallel
 
 
 class _Step(nn.Module):
@@ -49,21 +41,10 @@ class _Step(nn.Module):
 class PipelineFsdpEngine(ShardedEngine, PipelineEngine):
     """The stages compute with gathered parameters, the optimizer and checkpoints see shards."""
 
-    def __init__(
-        self,
-        strategy: PipelineStrategy,
-        split: SplitModel,
-        size: ModelSize,
-        stage_io: StageIO,
-        *,
-        mesh: DeviceMesh,
-        context: ContextParallel | None,
-        parts: ModelParts | None,
-    ) -> None:
-        super().__init__(strategy, split, size, stage_io, mesh=mesh, context=context, parts=parts)
-        self._step = _Step(split.model)
-        unused = shard_by_blocks(split.model, self._step, mesh, strategy.config, parts)
-        self._use(self._step, mesh, strategy.config.frees_after_forward, unused)
+    def _shard_stages(self, mesh: DeviceMesh) -> None:
+        self._step, config = _Step(self.model), self._strategy.config
+        unused = shard_by_blocks(self.model, self._step, mesh, config, self._parts)
+        self._use(self._step, mesh, config.frees_after_forward, unused)
 
     def _make_pipeline(self) -> Pipeline:
         self._begin_step()

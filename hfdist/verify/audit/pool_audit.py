@@ -106,14 +106,9 @@ class PoolAudit:
     def _settled_range(
         self, epoch: int, num_documents: int, trained: Integers, *, is_first: bool, is_last: bool
     ) -> tuple[int, int]:
-        """Give `low` and `high`: documents between these positions are there, whole; others may be missing or in part.
+        """Give `low` and `high`: documents between these positions must be there, whole.
 
-        Args:
-            epoch: number of the epoch.
-            num_documents: that the lane has in it.
-            trained: positions of documents with tokens, rising.
-            is_first: whether the records begin in this epoch.
-            is_last: whether they end in it.
+        `trained` are the positions of documents with tokens. The records begin in the first epoch, and end in the last.
         """
         low, high, has_window = -1, num_documents, len(trained) >= self._window
         if is_first and self._begins_inside:
