@@ -14,7 +14,7 @@ from transformers import TrainerControl, TrainerState
 from hfdist.errors import ConfigError
 from hfdist.launch import gloo_interface
 from hfdist.run.process_group import agree_on_start, start_group_under_torchrun
-from hfdist.strategies.deepspeed.zero import _COUNTERS, ZeroEngine
+from hfdist.strategies.deepspeed.engine import COUNTERS, ZeroEngine
 from hfdist.testing import run_ranks
 from hfdist.trainer.fault_tolerance.bit_comparison import Difference, find_differences, sum_bits, vote
 from hfdist.trainer.fault_tolerance.nonfinite_steps import LEAST_LOSS_SCALE, NonfiniteGuard, propagate_nan
@@ -207,7 +207,7 @@ def zero_engine(**settings):
     scaler = LossScaler(1024)
     if settings:
         scaler = DynamicLossScaler(2.0**16, 1000, delayed_shift=1, consecutive_hysteresis=False, **settings)
-    engine, counters = ZeroEngine(torch.nn.Linear(1, 1)), dict.fromkeys(_COUNTERS, 0)
+    engine, counters = ZeroEngine(torch.nn.Linear(1, 1)), dict.fromkeys(COUNTERS, 0)
     engine._engine = SimpleNamespace(optimizer=SimpleNamespace(loss_scaler=scaler), **counters)
     return engine, scaler
 

@@ -32,7 +32,7 @@ from hfdist.models.probing import loss_of_states, make_of_config
 from hfdist.models.shrink import shrink, special_token_ids
 from hfdist.models.target_loss import check_target_loss, fill_special_ids
 from hfdist.models.tokenizer import train_bpe
-from hfdist.strategies.select import make_strategy
+from hfdist.strategies.from_python import make_strategy
 from hfdist.testing import RankFailed, run_ranks
 from hfdist.tune.classify import Classification
 from hfdist.tune.labelled_texts import IDS, MASK

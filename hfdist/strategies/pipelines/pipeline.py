@@ -84,6 +84,10 @@ class PipelineEngine(Engine):
         self._num_losses = strategy.topology.world_size // strategy.topology.tensor
         self._trainable = self._find_trainable()
         self._pipeline: Pipeline | None = None
+        self._shard_stages(mesh)
+
+    def _shard_stages(self, mesh: DeviceMesh) -> None:
+        """Shard the parameters of this rank's stages in place, in layouts that do so."""
 
     @property
     def size(self) -> ModelSize:
@@ -342,10 +346,10 @@ class PipelineStrategy(Strategy):
         stages = choose_stages(model, blocks, self.config, self.batch, self.rank_of_stage, self.train.precision)
         last = len(stages) - 1
         kinds: list[list[Hashable]] = [[] for _ in range(self.topology.pipeline)]
-        for stage, (own, place) in enumerate(zip(stages, self.rank_of_stage, strict=True)):
-            parts = (part for index in own for part in blocks[index])
-            kinds[place].append((stage == 0, stage == last, *map(kind_of_block, parts)))
-        return [tuple(own) for own in kinds]
+        for stage, (indices, rank) in enumerate(zip(stages, self.rank_of_stage, strict=True)):
+            parts = (part for index in indices for part in blocks[index])
+            kinds[rank].append((stage == 0, stage == last, *map(kind_of_block, parts)))
+        return [tuple(of_rank) for of_rank in kinds]
 
     def partition(self, model: nn.Module) -> None:
         """Leave this rank's blocks in the model, and what may surround them. In place; nothing is read or moved.
