@@ -121,7 +121,7 @@ def broadcast_text(text: bytes, group: Group) -> bytes:
     length = int.from_bytes(begun[:_LENGTH_BYTES], "little")
     if length <= _HEAD_BYTES:
         return begun[_LENGTH_BYTES:][:length]
-    rest = torch.frombuffer(bytearray(text[_HEAD_BYTES:].ljust(length - _HEAD_BYTES)), dtype=torch.uint8)
+    rest = torch.frombuffer(bytearray(text[_HEAD_BYTES:length].ljust(length - _HEAD_BYTES)), dtype=torch.uint8)
     rest = rest.to(device_of(group))
     dist.broadcast(rest, group=group, group_src=0)
     return begun[_LENGTH_BYTES:] + rest.cpu().numpy().tobytes()

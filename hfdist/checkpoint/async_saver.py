@@ -149,7 +149,7 @@ class Saver:
         # One for all saves: a new one may allocate in another arena of the C library, which keeps what is freed there.
         # A daemon: a process that fails ends soon, and what has no name by then is no checkpoint.
         self._thread = threading.Thread(target=_do_all, args=(self._jobs, self._is_done), name="save", daemon=True)
-        self._error: Exception | None = None
+        self._error: BaseException | None = None
         self._reports: deque[SaveReport] = deque()
         weakref.finalize(self, self._jobs.put, None)
         atexit.register(_end_soon, weakref.ref(self))
@@ -291,7 +291,8 @@ class Saver:
             if path is not None:
                 self._write_to_disk(path, step, with_files(is_replica=False), keep)
                 report(path, is_replica=False)
-        except Exception as error:
+        except BaseException as error:
+            # A hook of the user may end the thread, too: then nobody would take the next job.
             self._error = error
 
     def _replicate(self, replicas: Replicas, step: int, contents: Contents) -> bool:

@@ -123,6 +123,9 @@ class Member:
             PeerError: the server does not answer for so long, or has ended this island.
             ConfigError: it refuses this rank.
         """
+        if self._connection is not None:
+            # Of earlier rendezvous. A new connection has none, and what comes with its welcome counts.
+            self._connection.forget()
         deadline, is_told = time.monotonic() + self._timeout_seconds, False
         while self._connection is None or (self._ends_with is None and self._connection.is_broken.is_set()):
             (self._ends_with or self).raise_if_ended()
@@ -148,8 +151,6 @@ class Member:
                     ) from error
                 is_told = is_told or _tell_of_wait(f"no answer: {error}", self._timeout_seconds)
                 time.sleep(_RETRY_SECONDS)
-        # Of earlier rendezvous.
-        self._connection.forget()
 
     def _is_broken(self) -> threading.Event:
         if self._ends_with is None:
@@ -331,22 +332,28 @@ class _Connection:
             thread.join()
 
     def _read(self) -> None:
-        with suppress(OSError, ValueError):
-            while (line := self._answers.readline(MOST_BYTES)).endswith(b"\n"):
-                message = read_message(line)
-                if num_bytes := message.integer("bytes", default=0):
-                    message["payload"] = self._answers.read(num_bytes)
-                    if len(message["payload"]) < num_bytes:
-                        break
-                if "aborted" in message:
-                    self.aborted.add(message.integer("aborted"))
-                if "ended" in message:
-                    self.ended = message.text("ended")
-                if "addresses" in message:
-                    self.addresses |= message.by_number("addresses")
-                elif "beat" not in message:
-                    self._messages.put(message)
-        self.is_broken.set()
+        try:
+            # No memory: for what is said to follow a message.
+            with suppress(OSError, ValueError, MemoryError):
+                while (line := self._answers.readline(MOST_BYTES)).endswith(b"\n"):
+                    message = read_message(line)
+                    if num_bytes := message.integer("bytes", default=0):
+                        message["payload"] = self._answers.read(num_bytes)
+                        if len(message["payload"]) < num_bytes:
+                            break
+                    self._take(message)
+        finally:
+            self.is_broken.set()
+
+    def _take(self, message: Message) -> None:
+        if "aborted" in message:
+            self.aborted.add(message.integer("aborted"))
+        if "ended" in message:
+            self.ended = message.text("ended")
+        if "addresses" in message:
+            self.addresses |= message.by_number("addresses")
+        elif "beat" not in message:
+            self._messages.put(message)
 
     def _beat(self) -> None:
         while not self.is_broken.wait(BEAT_SECONDS):

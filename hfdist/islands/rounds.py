@@ -80,13 +80,15 @@ class Rounds:
         data_share: DataShare | None,
     ) -> None:
         self._config, self._outer, self._list_pieces, self._data_share = config, outer, list_pieces, data_share
-        assert config.address is not None
-        host = find_own_host(config.address, config.timeout_seconds)
+        address = config.address
+        assert address is not None
         state_bytes = sum(piece.view.nbytes for piece in list_pieces())
         most_bytes = max(MOST_PART_BYTES, state_bytes + MOST_BYTES)
         opened: list[Transport] = []
 
         def open_own() -> str:
+            # Within, as the others must hear of a machine that finds no way to the server.
+            host = find_own_host(address, config.timeout_seconds)
             opened.append(open_transport(config, host, most_bytes))
             return opened[0].address
 

@@ -27,6 +27,8 @@ _MOST_PLACES = 2**20
 """Islands, and ranks of one."""
 _MOST_SAID = 200
 """Characters of what an island has sent, in a line."""
+_MOST_WHY = 1000
+"""Characters of what an island is told when it is ended."""
 _COMPLETE_SECONDS = 60.0
 """Seconds in which all ranks of an island must have come: it loads torch for rank 0 (see `_hear_rank`)."""
 _ADDRESS = re.compile(r"tcp://(?:\[[0-9a-fA-F:.%\w]{2,64}\]|[\w.-]{1,255}):(\d{1,5})", re.ASCII)
@@ -126,6 +128,8 @@ class IslandServer:
             if _has_parameter_server(hello):
                 # It loads torch, which takes seconds: not in this thread, which hears beats.
                 await asyncio.to_thread(_check_parameter_server, hello.mapping("job"))
+                # It beats only once it is welcome.
+                connection.hear()
             island, rank = self._admit(hello, connection)
             while True:
                 message = read_message(await read_line(reader))
@@ -216,7 +220,8 @@ class IslandServer:
 
     def _end(self, island: Island, why: str) -> None:
         """Lose an island that is to end."""
-        island.tell({"ended": why})
+        # Not longer than a rank takes: it would never learn why.
+        island.tell({"ended": printable(why, _MOST_WHY)})
         self._lose(island, why)
 
     def _lose(self, island: Island, why: str) -> None:
@@ -228,6 +233,10 @@ class IslandServer:
         self._say(f"island {island.index} has left: {why}")
         if self._coordinator is not None:
             self._coordinator.lose(island.index)
+            if not any(other.job for other in self._islands.values()):
+                # Their first ranks may bring another job, and these ranks have the nonce of the one that has ended.
+                for other in list(self._islands.values()):
+                    self._lose(other, "the job before it has ended: it connects anew")
         if not self._islands:
             # The next one counts exchanges anew: what is still under way must not pass for one of these.
             self._coordinator, self._nonce = None, secrets.token_hex(16)

@@ -113,8 +113,7 @@ def listen(host: str, port: int, *, wait_seconds: float = 0.0) -> socket.socket:
 
 def _listen(host: str, port: int) -> socket.socket:
     if host:
-        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-        return socket.create_server((host, port), family=family)
+        return socket.create_server((host, port), family=_look_up(host, port, socket.SOCK_STREAM)[0])
     is_dual = socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if is_dual else socket.AF_INET
     return socket.create_server(("", port), family=family, dualstack_ipv6=is_dual)
@@ -125,11 +124,24 @@ def is_loopback(address: str) -> bool:
     return ipaddress.ip_address(address.partition("%")[0]).is_loopback
 
 
-def _resolve(peer: str, wait_seconds: float) -> tuple[int, int, int, str, tuple[object, ...]]:
+_Found = tuple[int, int, int, str, tuple[object, ...]]
+"""Family, type, protocol, name and address, as of `socket.getaddrinfo`."""
+
+
+def _look_up(host: str, port: int, kind: socket.SocketKind) -> _Found:
+    """Find the first address of a host, for sockets of a kind."""
+    try:
+        return socket.getaddrinfo(host, port, type=kind)[0]
+    except UnicodeError as error:
+        # Such as `a..b`.
+        raise OSError(f"no host can have the name {host}") from error
+
+
+def _resolve(peer: str, wait_seconds: float) -> _Found:
     deadline = time.monotonic() + wait_seconds
     while True:
         try:
-            return socket.getaddrinfo(peer, _ANY_PORT, type=socket.SOCK_DGRAM)[0]
+            return _look_up(peer, _ANY_PORT, socket.SOCK_DGRAM)
         except socket.gaierror:
             if time.monotonic() >= deadline:
                 raise

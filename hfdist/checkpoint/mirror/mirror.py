@@ -159,7 +159,7 @@ class Mirror:
         self._objects.write({_DESCRIPTION: json.dumps({"format": FORMAT, "hfdist": __version__}).encode()})
 
     def _read(self, name: str, there: Mapping[str, int]) -> ListedCheckpoint:
-        """Read a list; a DamagedError: it is none, or contents are missing."""
+        """Read a list; a DamagedError: it is none."""
         place, num_bytes = f"{self.shown}/{name}{_LIST}", there.get(f"{name}{_LIST}", 0)
         if num_bytes > MAX_JSON_BYTES:
             raise DamagedError("bad-list", "a list of the mirror is damaged", where=place, found=f"{num_bytes} bytes")

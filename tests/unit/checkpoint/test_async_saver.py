@@ -196,6 +196,24 @@ def test_what_must_come_first_is_written_beside_the_training_and_its_failure_is_
     assert os.listdir(tmp_path) == []
 
 
+def test_a_hook_that_exits_ends_no_later_save(tmp_path):
+    calls = []
+
+    def write_first():
+        calls.append(1)
+        if len(calls) == 1:
+            raise SystemExit("enough")
+
+    saver = Saver(write_first=write_first)
+    begin(saver, tmp_path, 1, small_pieces())
+    with pytest.raises(SystemExit, match="enough"):
+        saver.wait()
+    begin(saver, tmp_path, 2, small_pieces())
+    assert saver._is_done.wait(20)
+    saver.wait()
+    assert os.listdir(tmp_path) == ["step-00000002"]
+
+
 def test_one_thread_does_all_saves_and_ends_with_the_saver(tmp_path):
     """The memory of a new thread for each save stays with the process."""
     threads = []
