@@ -13,7 +13,8 @@ from hfdist.errors import ConfigError, PeerError
 from hfdist.islands import server
 from hfdist.islands.parameter_client import GradientRecorder
 from hfdist.islands.parameter_shard import check_job
-from hfdist.islands.parameter_store import ParameterStore, Segment, exact_sum, find_slots
+from hfdist.islands.parameter_store import ParameterStore, exact_sum, find_slots
+from hfdist.islands.segment import Segment
 from hfdist.messages.message import Message
 from tests.unit.islands.servers import member, served, together, until
 
