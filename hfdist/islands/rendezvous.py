@@ -12,11 +12,11 @@ import math
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from hfdist.errors import printable
-from hfdist.islands.membership import Island
+from hfdist.islands.membership import Island, Islands
 from hfdist.messages.message import Message, NotAMessageError
 
 _MOST_TIMES_OUT = 3
@@ -96,23 +96,13 @@ class Rendezvous:
 
     Args:
         job: what all islands have alike, by key.
-        islands: that are connected, by index; it is live.
-        least: islands with which the first round begins; None: as many as they say.
-        end: ends an island that cannot take part, and tells it why.
-        say: takes a line for people.
+        islands: of the job.
     """
 
-    def __init__(
-        self,
-        job: Message,
-        islands: Mapping[int, Island],
-        least: int | None,
-        end: Callable[[Island, str], None],
-        say: Callable[[str], None],
-    ) -> None:
-        self._islands, self._end_island, self._say = islands, end, say
+    def __init__(self, job: Message, islands: Islands) -> None:
+        self._islands, self._end_island, self._say = islands.connected, islands.end, islands.say
         count = job.integer("islands.count", least=1)
-        self._least = count if least is None else least
+        self._least = count if islands.least is None else islands.least
         self._participation = job.number("islands.participation") if "islands.participation" in job else 1.0
         self._arrivals: dict[int, Arrival] = {}
         """Arrivals of the islands that wait, by their index."""

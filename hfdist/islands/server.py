@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from hfdist.config.islands import IslandMethod
 from hfdist.errors import ConfigError, first_line, printable
-from hfdist.islands.membership import BEAT_SECONDS, Connection, Coordinator, Island
+from hfdist.islands.membership import BEAT_SECONDS, Connection, Coordinator, Island, Islands
 from hfdist.islands.rendezvous import Rendezvous
 from hfdist.islands.shard_link import ShardLink
 from hfdist.messages.door import Door, read_bytes, read_line
@@ -54,9 +54,10 @@ class IslandServer:
         silent_seconds: float = 10.0,
         say: Callable[[str], None] = lambda line: None,
     ) -> None:
-        self._listener, self._secret, self._least = listener, secret, least
+        self._listener, self._secret = listener, secret
         self._silent_seconds, self._say = silent_seconds, say
         self._islands: dict[int, Island] = {}
+        self._shown = Islands(connected=self._islands, least=least, end=self._end, say=say)
         self._coordinator: Coordinator | None = None
         """Coordinator of the job whose islands are connected; None: no island is connected."""
         self._free_shards: list[ShardLink] = []
@@ -84,16 +85,14 @@ class IslandServer:
                 if silent > self._silent_seconds:
                     self._lose(island, f"rank {rank} is silent for {silent:.0f} s")
                     break
-                # What is still under way is a sign of life, too, and may be more than `send` lets wait.
-                if connection.writer.transport.get_write_buffer_size() == 0:
-                    connection.send({"beat": 1})
+                connection.beat()
             if not island.is_complete and now - island.since > max(_COMPLETE_SECONDS, self._silent_seconds):
                 self._lose(island, "not all of its ranks have come")
         for link in self._free_shards + self._shards:
             if now - link.connection.heard_seconds > self._silent_seconds:
                 link.connection.writer.transport.abort()
-            elif link.connection.writer.transport.get_write_buffer_size() == 0:
-                link.connection.send({"beat": 1})
+            else:
+                link.connection.beat()
         if self._coordinator is not None:
             self._coordinator.tick()
 
@@ -205,16 +204,14 @@ class IslandServer:
 
     def _make_coordinator(self, job: Message) -> Coordinator:
         if not _is_of_parameter_server(job):
-            return Rendezvous(job, self._islands, self._least, self._end, self._say)
+            return Rendezvous(job, self._shown)
         wanted = job.integer("islands.server_shards", least=1, most=_MOST_PLACES, default=1) - 1
         if wanted > len(self._free_shards):
             what = f"the server has {1 + len(self._free_shards)} of the shards of this job"
             # Others may be on their way.
             raise RefusedError(refused=what, key="islands.server_shards", found=1 + wanted, may_pass=True)
         links = self._free_shards[:wanted]
-        made: Coordinator = importlib.import_module(_PARAMETER_SERVER).ParameterServer(
-            job, self._islands, self._least, self._end, self._say, links
-        )
+        made: Coordinator = importlib.import_module(_PARAMETER_SERVER).ParameterServer(job, self._shown, links)
         self._free_shards, self._shards = self._free_shards[wanted:], links
         return made
 
@@ -269,15 +266,15 @@ def _check_parameter_server(job: Message) -> None:
 def _read_addresses(hello: Message, *, are_used: bool) -> list[str]:
     """Give one for each rank of an island; RefusedError: others cannot use them."""
     found = hello.list("addresses")
-    for one in found if are_used else ():
-        _check_address(one, "addresses")
+    for address in found if are_used else ():
+        _check_address(address, "addresses")
     if not 0 < len(found) <= _MOST_PLACES:
         raise RefusedError(refused="an island has an address for each rank", key="addresses", found=len(found))
     return found
 
 
-def _check_address(found: object, key: str) -> None:
-    matched = _ADDRESS.fullmatch(found) if isinstance(found, str) else None
+def _check_address(address: object, key: str) -> None:
+    matched = _ADDRESS.fullmatch(address) if isinstance(address, str) else None
     if matched is None or not 0 < int(matched[1]) < 2**16:
         what, allowed = "an address of a rank is none", "tcp://HOST:PORT"
-        raise RefusedError(refused=what, key=key, found=printable(f"{found}", _MOST_SAID), allowed=allowed)
+        raise RefusedError(refused=what, key=key, found=printable(f"{address}", _MOST_SAID), allowed=allowed)

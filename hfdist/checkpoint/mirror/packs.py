@@ -157,15 +157,15 @@ def _chains(packs: Sequence[Pack]) -> dict[str, list[tuple[Part, str]]]:
     """Give the parts of each file with their hashes, from the last one that begins it anew."""
     chains: dict[str, list[tuple[Part, str]]] = {}
     for pack in packs:
-        for part, own in zip(pack.parts, pack.hashes, strict=True):
-            chains[part.name] = [*(chains.get(part.name, []) if part.begin else []), (part, own)]
+        for part, part_hash in zip(pack.parts, pack.hashes, strict=True):
+            chains[part.name] = [*(chains.get(part.name, []) if part.begin else []), (part, part_hash)]
     return chains
 
 
 def _end_of(path: Path, chain: Sequence[tuple[Part, str]], *, is_unchanged: bool) -> int:
     """Give how many bytes of a file its chain holds; 0: the file was changed before its end since then."""
-    for part, own in chain if not is_unchanged else ():
-        if _hash(path, part) != own:
+    for part, part_hash in chain if not is_unchanged else ():
+        if _hash(path, part) != part_hash:
             return 0
     return chain[-1][0].begin + chain[-1][0].num_bytes if chain else 0
 
