@@ -102,8 +102,8 @@ class Memories:
         transfers = []
         for memory in range(self.count if self.count > 1 else 0):
             receivers = self.ranks((memory + 1) % self.count)
-            for place, sender in enumerate(self.ranks(memory)):
-                transfers += [Transfer(part, sender, receivers[place % len(receivers)]) for part in shares[sender]]
+            for index, sender in enumerate(self.ranks(memory)):
+                transfers += [Transfer(part, sender, receivers[index % len(receivers)]) for part in shares[sender]]
         return transfers
 
 

@@ -35,12 +35,12 @@ def find_route(peer: str, *, wait_seconds: float = WAIT_SECONDS) -> tuple[str, s
     Raises:
         OSError: the name stays unknown, or there is no route.
     """
-    family, _, _, _, target = _resolve(peer, wait_seconds)
+    family, target = _resolve(peer, wait_seconds)
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect(target)
         address = probe.getsockname()[0]
-    for interface, own in psutil.net_if_addrs().items():
-        if any(one.family == family and one.address.partition("%")[0] == address for one in own):
+    for interface, found in psutil.net_if_addrs().items():
+        if any(one.family == family and one.address.partition("%")[0] == address for one in found):
             # An alias such as eth0:1 is no interface to gloo.
             return interface.partition(":")[0], address
     raise OSError(f"no interface has the address {address}, from which {peer} is reached")
@@ -124,20 +124,17 @@ def is_loopback(address: str) -> bool:
     return ipaddress.ip_address(address.partition("%")[0]).is_loopback
 
 
-_Found = tuple[int, int, int, str, tuple[object, ...]]
-"""Family, type, protocol, name and address, as of `socket.getaddrinfo`."""
-
-
-def _look_up(host: str, port: int, kind: socket.SocketKind) -> _Found:
-    """Find the first address of a host, for sockets of a kind."""
+def _look_up(host: str, port: int, kind: socket.SocketKind) -> tuple[socket.AddressFamily, tuple[object, ...]]:
+    """Find the first address of a host, and its family, for sockets of a kind."""
     try:
-        return socket.getaddrinfo(host, port, type=kind)[0]
+        family, *_, target = socket.getaddrinfo(host, port, type=kind)[0]
     except UnicodeError as error:
         # Such as `a..b`.
         raise OSError(f"no host can have the name {host}") from error
+    return family, target
 
 
-def _resolve(peer: str, wait_seconds: float) -> _Found:
+def _resolve(peer: str, wait_seconds: float) -> tuple[socket.AddressFamily, tuple[object, ...]]:
     deadline = time.monotonic() + wait_seconds
     while True:
         try:
