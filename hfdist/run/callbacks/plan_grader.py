@@ -21,8 +21,9 @@ from hfdist.errors import named_line
 from hfdist.planning.grade import Held, Measured, grade_to_json
 from hfdist.planning.plan import Plan
 from hfdist.planning.timing.calibration import TimedStep, write_step
-from hfdist.records import RankColumn, RunFolder, RunRecorder, read_lines
-from hfdist.records.lines import QUANTILES, STEPS, Line
+from hfdist.records import RunFolder, RunRecorder, read_lines
+from hfdist.records.lines import Line
+from hfdist.records.rank_lines import QUANTILES, STEPS, RankColumn
 from hfdist.strategies.engine import Engine
 
 logger = logging.getLogger(__name__)

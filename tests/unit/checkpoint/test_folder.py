@@ -23,7 +23,7 @@ from hfdist.checkpoint import (
     verify,
     write,
 )
-from hfdist.checkpoint.manifest import MANIFEST, FormatError, Manifest, Part, list_parts, read_manifest
+from hfdist.checkpoint.manifest import MANIFEST, DamagedError, FormatError, Manifest, Part, list_parts, read_manifest
 from hfdist.checkpoint.piece import WEIGHT
 from hfdist.errors import CheckpointError
 from hfdist.testing import RankFailed, run_ranks
@@ -338,6 +338,14 @@ def test_a_tampered_index_is_refused(tmp_path, monkeypatch, change):
     change(index)
     (path / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(CheckpointError):
+        read_checkpoint(path, blank(small_pieces()))
+
+
+def test_an_index_without_weights_is_damaged(tmp_path, monkeypatch):
+    monkeypatch.setattr(save_plan, "MAX_MODEL_FILE_BYTES", 40)
+    path = save(tmp_path, 1)
+    (path / "model.safetensors.index.json").write_text('{"weight_map": {}}')
+    with pytest.raises(DamagedError, match="the index of the weights is damaged"):
         read_checkpoint(path, blank(small_pieces()))
 
 
