@@ -16,7 +16,7 @@ from hfdist.data.documents.bad_rows import with_way_out
 from hfdist.data.documents.corpus import Corpus
 from hfdist.data.marks import are_images, begin
 from hfdist.data.order.records import numbers_of
-from hfdist.data.packing.sequence import Sequence
+from hfdist.data.packing.sequence import Problem, Sequence
 from hfdist.data.sources.base import ContentError
 from hfdist.data.sources.images import decode
 from hfdist.data.tokenization.image_tokens import ImageTokens, Inputs
@@ -50,7 +50,7 @@ class ImageReader:
             images[piece], error = self._inputs(document, num_features // (1 + len(begin(parts[piece]))))
             if error is not None:
                 blanks.append((ends[piece] - sequence.lengths[piece], ends[piece]))
-                problems.append(str(error))
+                problems.append(Problem(document, str(error)))
         return sequence._replace(images=images, blanks=blanks, problems=tuple(problems))
 
     def _inputs(self, document: int, num_features: int) -> tuple[Inputs, ContentError | None]:

@@ -70,6 +70,14 @@ class Pieces(NamedTuple):
         return cls(parts, lengths, [0, *accumulate(lengths[:-1])], blanks)
 
 
+class Problem(NamedTuple):
+    """Why a document of a sequence teaches nothing: its row is bad, or an image of the row is damaged."""
+
+    document: int
+    """Canonical number."""
+    message: str
+
+
 class Sequence(NamedTuple):
     """A packed sequence. Its tokens are copied when it becomes part of a batch."""
 
@@ -87,8 +95,8 @@ class Sequence(NamedTuple):
     """Documents that begin in it, or are passed over on the way."""
     records: Records
     """Records of pieces, and of documents passed over on the way; their sequence and pool are not set yet."""
-    problems: tuple[str, ...] = ()
-    """Messages of bad rows among them."""
+    problems: tuple[Problem, ...] = ()
+    """What is wrong with documents among them."""
     images: Mapping[int, Inputs] | None = None
     """The tensors of its images, by the number of the piece that they stand in; None: it has none."""
 
@@ -109,7 +117,7 @@ class Shape:
 
 
 def without_tokens(
-    length: int, shape: Shape, next_place: Place, records: Records | None = None, problems: tuple[str, ...] = ()
+    length: int, shape: Shape, next_place: Place, records: Records | None = None, problems: tuple[Problem, ...] = ()
 ) -> Sequence:
     """Make a sequence that is all filling; `records` and `problems` are of documents passed over before it."""
     if records is None:

@@ -24,10 +24,11 @@ format does not read follows in a line of its own: `split_columns`.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain, takewhile
 from typing import Any, NamedTuple, NoReturn
+
+import numpy as np
 
 from hfdist.config.batch import IGNORED
 from hfdist.config.data import NEGATIVES, RowFormat
@@ -58,6 +59,8 @@ _CALLS = ("function_call", "tool_call")
 _SHOWN_CHARACTERS = 80
 _LONGEST_LABEL = 1000
 """Characters of a name: all names are in memory, and in the model's config."""
+_LARGEST_NUMBER = float(np.finfo(np.float32).max)
+"""Labels and scores are learned as float32. Larger ones would be infinite, as JSON's whole numbers of any length are."""
 _NO_TAG = (None, IGNORED)
 """Tags of words whose label is not learned; the number is that of transformers' token classification."""
 
@@ -100,20 +103,15 @@ def _from_prompt(row: Mapping[str, object]) -> dict[str, object]:
     prompt, completion = row["prompt"], row["completion"]
     if isinstance(prompt, str) and isinstance(completion, str):
         return {"prompt": prompt, "completion": completion}
-    for name in ("prompt", "completion"):
-        _check_answer(row[name], name)
-    prompt, completion = _as_messages(prompt), _as_messages(completion)
-    asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else _list(prompt, "prompt")
-    answer = [{"role": "assistant", "content": completion}] if isinstance(completion, str) else completion
-    messages = [_message(item, f"prompt[{n}]") for n, item in enumerate(asked)]
-    messages += [_message(item, f"completion[{n}]") for n, item in enumerate(_list(answer, "completion"))]
-    return _conversation(messages, row) | {"learned_from": len(asked)}
+    asked = _messages_of(prompt, "user", "prompt")
+    answer = _messages_of(completion, "assistant", "completion")
+    return _conversation([*asked, *answer], row) | {"learned_from": len(asked)}
 
 
 def _from_preference(row: Mapping[str, object]) -> dict[str, object]:
     """A chosen and a rejected answer, with their prompt or with what both begin with as their prompt."""
     prompt, chosen, rejected = row.get("prompt"), row["chosen"], row["rejected"]
-    _check_answer(rejected, "rejected")
+    _check_turns(rejected, "rejected")
     first = next(iter(chosen), None) if isinstance(chosen, list) else None
     if isinstance(prompt, str) and isinstance(first, dict) and first.get("role") in ("system", "user"):
         # Conversations that hold the prompt themselves.
@@ -128,14 +126,29 @@ def _from_preference(row: Mapping[str, object]) -> dict[str, object]:
         chosen, rejected = _list(chosen, "chosen"), _list(rejected, "rejected")
         num_common = _num_common(chosen, rejected)
         prompt, chosen, rejected = chosen[:num_common], chosen[num_common:], rejected[num_common:]
+    elif isinstance(chosen, str):
+        # Not text: the prompt or the rejected answer is a list, and all three are of one kind.
+        chosen = _turns(chosen, "assistant", "chosen")
     example = _from_prompt({**row, "prompt": prompt, "completion": chosen})
-    rejected = _as_messages(rejected)
-    if isinstance(rejected, str):
-        return example | {"rejected": [{"role": "assistant", "content": rejected}]}
-    return example | {"rejected": [_message(m, f"rejected[{n}]") for n, m in enumerate(_list(rejected, "rejected"))]}
+    others = _messages_of(rejected, "assistant", "rejected")
+    if not others and not example["learned_from"]:
+        _refuse("the conversation is empty", "rejected", None, "a message or more")
+    return example | {"rejected": others}
 
 
-def _check_answer(value: object, name: str) -> None:
+def _messages_of(value: object, role: str, name: str) -> list[dict[str, object]]:
+    """The messages of a prompt or an answer: see `_turns`."""
+    return [_message(item, f"{name}[{n}]") for n, item in enumerate(_turns(value, role, name))]
+
+
+def _turns(value: object, role: str, name: str) -> list[object]:
+    """Messages, also where they come as JSON; a text is one of a role."""
+    _check_turns(value, name)
+    turns = _as_messages(value)
+    return turns if isinstance(turns, list) else [{"role": role, "content": turns}]
+
+
+def _check_turns(value: object, name: str) -> None:
     if not isinstance(value, str | list):
         _refuse("this is neither a text nor a list of messages", name, value, "a text, or a list of messages")
 
@@ -180,7 +193,7 @@ def _from_ranking(row: Mapping[str, object]) -> dict[str, object]:
 def _from_scored_pair(row: Mapping[str, object]) -> dict[str, object]:
     """Two texts, and how alike they are."""
     score = row["score"]
-    if isinstance(score, bool) or not isinstance(score, int | float) or not math.isfinite(score):
+    if isinstance(score, bool) or not _is_number(score):
         _refuse("this is no number", "score", score, "a number, such as 0.8")
     return {"text_a": _written(row["text_a"], "text_a"), "text_b": _written(row["text_b"], "text_b"), "score": score}
 
@@ -195,9 +208,12 @@ def _from_labelled(row: Mapping[str, object]) -> dict[str, object]:
     return example | {"label": _label(label, "label") if kept is None else kept}
 
 
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and -_LARGEST_NUMBER <= value <= _LARGEST_NUMBER
+
+
 def _label(value: object, where: str) -> str | int | float:
-    is_number = isinstance(value, int | float) and math.isfinite(value)
-    if not is_number and not (isinstance(value, str) and 0 < len(value) <= _LONGEST_LABEL):
+    if not _is_number(value) and not (isinstance(value, str) and 0 < len(value) <= _LONGEST_LABEL):
         allowed = f"a name of at most {_LONGEST_LABEL:,} characters, a number, or a list of them"
         _refuse("this is no label", where, value, allowed)
     assert isinstance(value, str | int | float)

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from hfdist.data.order.lane_state import Place
 from hfdist.data.order.records import Records, join
-from hfdist.data.packing.sequence import Pieces, join_tokens
+from hfdist.data.packing.sequence import Pieces, Problem, join_tokens
 from hfdist.data.packing.sequence import Sequence as PackedSequence
 from hfdist.data.stream.bytes_ahead import BytesAhead
 from hfdist.data.stream.lane import Packed
@@ -29,7 +29,7 @@ from hfdist.units import list_first
 _FIRST_ITEM, _LARGEST_ITEM = 8, 64
 
 _Images = Mapping[int, Inputs] | None
-_Rest = tuple[Sequence[int], Sequence[tuple[int, int]], tuple[int, ...], int, int, tuple[str, ...], _Images]
+_Rest = tuple[Sequence[int], Sequence[tuple[int, int]], tuple[int, ...], int, int, tuple[Problem, ...], _Images]
 """`lengths`, `blanks`, `next_place`, `num_tokens`, `num_documents`, `problems` and `images` of a sequence."""
 
 

@@ -53,7 +53,7 @@ _MOST_TRIED = 16
 
 
 def _has_examples(shard: Shard) -> bool:
-    return shard.gives_examples and not hasattr(shard, "token_columns")
+    return shard.gives_examples and any(shard.runs) and not hasattr(shard, "token_columns")
 
 
 class Encoders:
@@ -171,7 +171,8 @@ class Encoders:
             rejected.append(example.pop("rejected", None))
             try:
                 begun.append([self._begin(answer) for answer in _answers(example, rejected[-1])])
-            except RefusedError as error:
+            # Also arguments of a call that are nested deeper than Python goes.
+            except (RefusedError, RecursionError) as error:
                 what = "the chat template does not take the conversation"
                 begun.append(ContentError(what, found=str(error), hint="data.chat.template for another template"))
             except ContentError as error:
