@@ -295,7 +295,7 @@ def test_a_tokenizer_without_a_template_stops_before_training(tmp_path):
 
 
 def test_a_source_without_rows_has_no_example_to_try(tmp_path):
-    config = config_of(tmp_path, lanes=1)
+    config = config_of(tmp_path, lanes=1, epochs=None)
     rows = datasets.Dataset.from_list([{"messages": conversation(n)} for n in range(4)])
     corpus = open_corpus(config, {"x": rows, "y": rows.select([])})
     Encoders(tokenizer(), config.chat).check(shard for _, shard in corpus.shards)
