@@ -6,6 +6,8 @@ from collections.abc import Mapping
 
 import yaml
 
+from hfdist.config.plain_values import without_nulls
+
 
 class _Dumper(yaml.SafeDumper):
     """Writes no aliases, which are hard to read."""
@@ -24,13 +26,7 @@ _Dumper.add_representer(str, _text)
 def to_documents(*documents: Mapping[str, object]) -> str:
     """Write documents one after the other, without keys whose value is None."""
     parts = (
-        yaml.dump(_without_nulls(document), Dumper=_Dumper, sort_keys=False, width=110, allow_unicode=True)
+        yaml.dump(without_nulls(document), Dumper=_Dumper, sort_keys=False, width=110, allow_unicode=True)
         for document in documents
     )
     return "---\n".join(parts)
-
-
-def _without_nulls(value: object) -> object:
-    if isinstance(value, dict):
-        return {name: _without_nulls(item) for name, item in value.items() if item is not None}
-    return [_without_nulls(item) for item in value] if isinstance(value, list) else value
