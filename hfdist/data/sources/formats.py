@@ -87,7 +87,7 @@ def _from_sharegpt(row: Row) -> Example:
 
 def _from_alpaca(row: Row) -> Example:
     """Alpaca's `instruction`, `input` and `output`, earlier turns in `history`; only the last answer is learned."""
-    messages = []
+    messages: list[Example] = []
     for n, turn in enumerate(list_of(row.get("history") or [], "history")):
         if not isinstance(turn, list) or len(turn) != 2:
             refuse("an earlier turn is no pair", f"history[{n}]", turn, "[instruction, output]")

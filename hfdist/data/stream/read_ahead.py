@@ -14,13 +14,12 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from hfdist.data.order.lane_state import Place
 from hfdist.data.order.records import Records, join
-from hfdist.data.packing.sequence import Pieces, Problem, join_tokens
+from hfdist.data.packing.sequence import PieceImages, Pieces, Problem, join_tokens
 from hfdist.data.packing.sequence import Sequence as PackedSequence
 from hfdist.data.stream.bytes_ahead import BytesAhead
 from hfdist.data.stream.lane import Packed
 from hfdist.data.stream.worker_deaths import WorkerRegistry
 from hfdist.data.stream.worker_process import forward_to_rank, keep_arrays
-from hfdist.data.tokenization.image_tokens import Inputs
 from hfdist.errors import HfdistError
 from hfdist.units import list_first
 
@@ -28,7 +27,7 @@ from hfdist.units import list_first
 # soon, then twice as many each time.
 _FIRST_ITEM, _LARGEST_ITEM = 8, 64
 
-_Images = Mapping[int, Inputs] | None
+_Images = Mapping[int, PieceImages] | None
 _Rest = tuple[Sequence[int], Sequence[tuple[int, int]], tuple[int, ...], int, int, tuple[Problem, ...], _Images]
 """`lengths`, `blanks`, `next_place`, `num_tokens`, `num_documents`, `problems` and `images` of a sequence."""
 

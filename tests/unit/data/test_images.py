@@ -431,7 +431,7 @@ def test_a_damaged_image_hides_its_own_row_of_a_packed_sequence(llava, tmp_path,
     assert sorted(taught) == [False, False, True, True]
     assert len(sequence.problems) == 2
     assert sorted(problem.document for problem in sequence.problems) == [1, 3]
-    black = [bool(sequence.images[piece]["pixel_values"].std((2, 3)).max() < 1e-6) for piece in range(4)]
+    black = [bool(sequence.images[piece].inputs["pixel_values"].std((2, 3)).max() < 1e-6) for piece in range(4)]
     assert black == [not one for one in taught]
 
 
@@ -459,7 +459,7 @@ def test_a_damaged_image_keeps_its_place_and_teaches_nothing_or_stops(llava, tmp
     is_taught = [bool((sequence.rows[2] != IGNORED).any()) for sequence in packed]
     assert sorted(is_taught) == [False, False, True, True]
     assert ["the image is damaged" in str(one.problems) for one in packed] == [not taught for taught in is_taught]
-    assert all(one.images[0]["pixel_values"].shape == (1, 3, 32, 32) for one in packed)
+    assert all(one.images[0].inputs["pixel_values"].shape == (1, 3, 32, 32) for one in packed)
     with pytest.raises(DataError, match="damaged") as caught:
         list(zip(range(4), stream_of(config_of(path, cache_dir), llava).packed(0, 1), strict=False))
     assert re.fullmatch(r"rows.jsonl, row [13]", caught.value.where)
