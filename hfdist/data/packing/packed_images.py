@@ -29,7 +29,6 @@ from hfdist.data.packing.sequence import (
     PieceImages,
     Pieces,
     Sequence,
-    Shape,
     image_row,
     join_tokens,
     make_rows,
@@ -41,32 +40,6 @@ _POSITIONS = NAMES[POSITION_IDS]
 _TRIED = (((64, 48),), (), ((32, 32), (48, 64)))
 """Sizes of the images of each document of a trial."""
 _TEXT_BEFORE, _TEXT_AFTER = "What is in this picture?", "It is a red square, and a cat looks at it."
-
-
-def stack_packed(
-    sequences: Sequences[Sequence],
-    shape: Shape,
-    images: ImageTokens,
-    *,
-    needs_image: bool,
-    tells_rows: bool = False,
-    tells_images: bool = False,
-) -> dict[str, torch.Tensor]:
-    """Stack sequences of one length, with the tensors of their images.
-
-    Args:
-        sequences: packed, with their images.
-        shape: of sequences.
-        images: of the run.
-        needs_image: as of `stack_packed_rows`.
-        tells_rows: as of `stack_packed_rows`.
-        tells_images: as of `packed_row`.
-
-    Returns:
-        As `stack_packed_rows`.
-    """
-    rows = [packed_row(one, images, tells_images=tells_images) for one in sequences]
-    return stack_packed_rows(rows, shape.fill_id, images, needs_image=needs_image, tells_rows=tells_rows)
 
 
 def stack_packed_rows(
@@ -191,9 +164,8 @@ def make_trial(images: ImageTokens) -> tuple[dict[str, torch.Tensor], list[dict[
             inputs[number] = images.inputs(pictures)
     packed = _sequence(parts, inputs)
     alone = [_sequence([part], {0: inputs[n]} if n in inputs else {}) for n, part in enumerate(parts)]
-    shape = Shape(sum(packed.lengths), 0)
     rows = [stack_rows([image_row(one, images)], 0, images, needs_image=False) for one in alone]
-    return stack_packed([packed], shape, images, needs_image=False), rows
+    return stack_packed_rows([packed_row(packed, images)], 0, images, needs_image=False), rows
 
 
 def _mark_features(ids: Sequences[int], images: ImageTokens) -> marks.Tokens:

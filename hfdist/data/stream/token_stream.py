@@ -28,7 +28,7 @@ from hfdist.data.order.lane_state import Columns, LaneState, Progress
 from hfdist.data.order.records import chain, numbers_of
 from hfdist.data.order.shares import Shares
 from hfdist.data.order.shuffle import LaneOrder, Mixture, workers_that_fit
-from hfdist.data.packing.packed_images import stack_packed, stack_packed_rows
+from hfdist.data.packing.packed_images import packed_row, stack_packed_rows
 from hfdist.data.packing.sequence import (
     NAMES,
     ORIGINS,
@@ -459,19 +459,19 @@ class TokenStream(IterableDataset[dict[str, torch.Tensor]]):
             return collate(sequences, self.plan.packing, self.plan.shape)
         if self.plan.packing is Packing.none:
             return self.stack_rows([image_row(one, self.images) for one in sequences])
-        return stack_packed(sequences, self.plan.shape, self.images, tells_images=self.tells_images, **self._of_batches)
+        return self.stack_rows([packed_row(one, self.images, tells_images=self.tells_images) for one in sequences])
 
     def stack_rows(self, rows: list[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
         """Collate rows of a run with images, as of its held-out set."""
         assert self.images is not None
-        if NAMES[POSITION_IDS] in rows[0]:
-            return stack_packed_rows(rows, self.plan.shape.fill_id, self.images, **self._of_batches)
-        return stack_rows(rows, self.plan.shape.fill_id, self.images, **self._of_batches)
-
-    @property
-    def _of_batches(self) -> dict[str, bool]:
-        """Say what each batch with images has besides: keywords of `stack_rows` and `stack_packed`."""
-        return {"needs_image": self.needs_image, "tells_rows": self.tells_images_by_row}
+        stack_them = stack_packed_rows if NAMES[POSITION_IDS] in rows[0] else stack_rows
+        return stack_them(
+            rows,
+            self.plan.shape.fill_id,
+            self.images,
+            needs_image=self.needs_image,
+            tells_rows=self.tells_images_by_row,
+        )
 
     def _note(self, lane: int, pool: int, sequence: Sequence) -> None:
         (digest, pools, number), records = self._states[lane], sequence.records
