@@ -66,16 +66,10 @@ class ImageReader:
         try:
             return PieceImages(self._images.inputs([decode(file) for file in files]), digest), None
         except ContentError as error:
-            error = self._of_row(error, document)
+            shard, first = self._corpus.shard_of(document)
+            error.where = f"{shard.name}, row {document - first}"
             if self._stops:
-                raise error from None
+                origin, is_alone = str(self._corpus.origin(document)), len(self._corpus.shards) == 1
+                raise with_way_out(error, shard, origin, is_alone=is_alone) from None
             black = [Image.new("RGB", file.size) for file in files]
             return PieceImages(self._images.inputs(black), digest), error
-
-    def _of_row(self, error: ContentError, document: int) -> ContentError:
-        """Give the error with the row that it is of, and what to do."""
-        shard, first = self._corpus.shard_of(document)
-        error.where = f"{shard.name}, row {document - first}"
-        found = with_way_out(error, shard, str(self._corpus.origin(document)), is_alone=len(self._corpus.shards) == 1)
-        assert isinstance(found, ContentError)
-        return found

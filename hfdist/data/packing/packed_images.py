@@ -75,7 +75,7 @@ def stack_packed_rows(
         if missing := longest - len(text["input_ids"]):
             texts[number] = _with_blank(text, np.full(missing, fill_id, dtype=np.int32), images)
     stacked = {name: torch.stack([text[name] for text in texts], -2) for name in texts[0]}
-    return stacked | stack_images([[one] if one else [] for one in inputs], tells_rows=tells_rows)
+    return stacked | stack_images(inputs, tells_rows=tells_rows)
 
 
 def _with_blank(

@@ -257,7 +257,7 @@ def stack_rows(
         texts[0] = {name: torch.cat([values, added[name]]) for name, values in texts[0].items()}
         inputs[0] = {name: torch.from_numpy(values) for name, values in small.items()}
     tokens = _fill_up({name: [text[name] for text in texts] for name in texts[0]}, fill_id)
-    return tokens | stack_images([[one] if one else [] for one in inputs], tells_rows=tells_rows)
+    return tokens | stack_images(inputs, tells_rows=tells_rows)
 
 
 def image_row(sequence: Sequence, images: ImageTokens) -> dict[str, torch.Tensor]:

@@ -236,6 +236,7 @@ def _of_window(window: _Window, shape: Shape, first: int) -> Iterator[Sequence]:
     part_ends, record_ends = [0, *filled_ends.tolist()], [0, *ends.tolist()]
     for number in range(first, len(ends)):
         start, stop = part_ends[number : number + 2]
+        own_records = records[record_ends[number] : record_ends[number + 1]]
         is_last = number == len(ends) - 1
         yield Sequence(
             parts[start:stop],
@@ -243,8 +244,8 @@ def _of_window(window: _Window, shape: Shape, first: int) -> Iterator[Sequence]:
             blanks[number],
             window.next_place if is_last else Place(window.begin.epoch, window.begin.position, number + 1),
             num_tokens[number],
-            count_new_documents(own := records[record_ends[number] : record_ends[number + 1]]),
-            own,
+            count_new_documents(own_records),
+            own_records,
         )
 
 

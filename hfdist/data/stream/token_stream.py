@@ -61,7 +61,7 @@ class TokenStream(IterableDataset[dict[str, torch.Tensor]]):
     Sequence s of data rank r is sequence s * data_size + r of the run. If several runs share the lanes, `deal` says who
     reads which. If every source has a limit of epochs, it ends once all documents of this rank's lanes were given.
     Under `data.packing=none` a sequence is one document, with attention_mask in place of position_ids. With images a
-    batch also has what a forward takes of these, and position_ids may be those of `stack_packed`.
+    batch also has what a forward takes of these, and position_ids may be those of `stack_packed_rows`.
 
     Args:
         corpus: the documents.
