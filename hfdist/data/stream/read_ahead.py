@@ -96,7 +96,7 @@ def read_ahead(
                 for _ in range(item_size):
                     for worker, turn in enumerate(turns):
                         packed = next(turn)
-                        ahead.take(worker, packed[2])
+                        ahead.take(worker, packed.sequence)
                         yield packed
     finally:
         ahead.close()
@@ -120,7 +120,7 @@ class _Worker(IterableDataset[object]):
                 for _ in range(item_size):
                     self._ahead.wait(info.id)
                     item.append(next(sequences))
-                    self._ahead.add(item[-1][2])
+                    self._ahead.add(item[-1].sequence)
                 yield _bundle(item), None
         except HfdistError as error:
             yield _bundle(item) if item else None, error
@@ -144,7 +144,7 @@ def _unpack(item: _Item) -> Iterator[Packed]:
 
 def _bundle(item: Sequence[Packed]) -> _Bundle:
     """Copy the tokens and the records of sequences, one or more."""
-    sequences = [packed[2] for packed in item]
+    sequences = [packed.sequence for packed in item]
     return _Bundle(
         [(lane, pool) for lane, pool, _ in item],
         join_tokens(Pieces.of(sequences).parts),
@@ -166,5 +166,5 @@ def _unbundle(given: _Bundle) -> Iterator[Packed]:
         stop, last = token + sum(lengths), record + num_records
         parts, records = [given.tokens[token:stop]], given.records[record:last]
         own = parts, lengths, blanks, Place._make(place), num_tokens, num_documents, records
-        yield lane, pool, PackedSequence(*own, problems, images)
+        yield Packed(lane, pool, PackedSequence(*own, problems, images))
         token, record = stop, last

@@ -466,6 +466,15 @@ def test_a_damaged_image_keeps_its_place_and_teaches_nothing_or_stops(llava, tmp
     assert "data.on_bad_rows=skip" in caught.value.hint
 
 
+def test_an_image_that_the_processor_does_not_take_is_a_bad_row(tmp_path, cache_dir):
+    path = write(tmp_path, [{"messages": turns(None, ASKED), "images": ["long.png"]}])
+    Image.new("RGB", (2010, 10)).save(tmp_path / "long.png")
+    stream = stream_of(config_of(path, cache_dir), make_processor("qwen2_5_vl"))
+    with pytest.raises(DataError, match="does not take an image of this size") as caught:
+        next(stream.packed(0, 1))
+    assert caught.value.found == "2010 x 10"
+
+
 def test_a_row_that_is_too_long_is_left_out_whole(llava, tmp_path, cache_dir):
     path = write(tmp_path, [{"messages": turns(None, ASKED * 3), "images": ["1.png"]}, {"messages": turns(ASKED)}])
     stream = stream_of(config_of(path, cache_dir, sequence_length=40), llava)
