@@ -11,24 +11,13 @@ from hfdist.config.plain_values import without_nulls
 from hfdist.data.sources.images import IMAGES, PLACE, part_of
 from hfdist.data.sources.values import list_of, parsed, refuse, text_of
 
-_ROLES: Mapping[str, str] = {
-    "system": "system",
-    "human": "user",
-    "user": "user",
-    "gpt": "assistant",
-    "assistant": "assistant",
-    "model": "assistant",
-    "chatgpt": "assistant",
-    "bing": "assistant",
-    "bard": "assistant",
-    "function_call": "assistant",
-    "tool_call": "assistant",
-    "observation": "tool",
-    "function_response": "tool",
-    "tool_response": "tool",
-    "function": "tool",
-    "tool": "tool",
+_SPEAKERS = {
+    "system": ("system",),
+    "user": ("human", "user"),
+    "assistant": ("gpt", "assistant", "model", "chatgpt", "bing", "bard", "function_call", "tool_call"),
+    "tool": ("observation", "function_response", "tool_response", "function", "tool"),
 }
+_ROLES = {speaker: role for role, speakers in _SPEAKERS.items() for speaker in speakers}
 """The role that each value of ShareGPT's `from` stands for."""
 _CALLS = ("function_call", "tool_call")
 
