@@ -259,5 +259,7 @@ def _portable_attention(model: PreTrainedModel) -> Iterator[None]:
         yield
         return
     model.set_attn_implementation("eager")
-    yield
-    model.set_attn_implementation(chosen)
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(chosen)

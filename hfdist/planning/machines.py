@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import platform
 from contextlib import suppress
 from dataclasses import asdict, replace
@@ -18,6 +17,7 @@ from hfdist.config.data import cache_dir
 from hfdist.config.hardware import Hardware, Tflops
 from hfdist.config.plan import PlanConfig
 from hfdist.config.run import RunConfig
+from hfdist.host_cores import usable_cores
 from hfdist.host_memory import usable_bytes
 from hfdist.planning.searching.evaluate import Machines
 from hfdist.planning.timing.calibration import calibrate, read_steps
@@ -68,7 +68,8 @@ def find_machines(config: RunConfig, asked: PlanConfig, hardware: Hardware | Non
 
 def measured_cpu(folder: Path, processes: int) -> Hardware:
     """Measure the CPU as `processes` processes share it, once: past runs were timed against the same figures."""
-    words = f"{platform.node()} {os.cpu_count()} {processes} {torch.__version__}"
+    # A job or a container may have other cores of the same machine.
+    words = f"{platform.node()} {usable_cores()} {processes} {torch.__version__}"
     path = folder / f"cpu-{hashlib.blake2b(words.encode(), digest_size=8).hexdigest()}.json"
     with suppress(OSError, ValueError, TypeError, KeyError):
         values = json.loads(path.read_bytes())

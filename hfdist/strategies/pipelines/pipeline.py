@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import cached_property
@@ -226,6 +226,17 @@ class PipelineEngine(Engine):
 
     def _norm_groups(self) -> list[dist.ProcessGroup]:
         return [*super()._norm_groups(), self._pipeline_group]
+
+    def whole_parameters(self) -> Iterable[tuple[str, torch.Tensor]]:
+        """List them as the base class does; what several stages hold has a name of its own, as they hold little else.
+
+        So a tied embedding and its head, on two ranks, are compared.
+        """
+        suffixes = {}
+        for group, names in self._io.shared:
+            places = [rank // len(self._strategy.topology.pipelines) for rank in dist.get_process_group_ranks(group)]
+            suffixes |= dict.fromkeys(names, f" of pipeline ranks {', '.join(map(str, places))}")
+        return [(name + suffixes.get(name.partition(" ")[0], ""), tensor) for name, tensor in super().whole_parameters()]
 
     def _counts(self, name: str) -> bool:
         return name not in self._io.counted_elsewhere and super()._counts(name)
