@@ -47,7 +47,7 @@ def run_steps(line: LineAboutRun, processes: int) -> None:
     with tempfile.TemporaryDirectory(prefix="hfdist-plan-") as folder:
         own = (*_STEPS, f"run.dir={folder}", f"launch.processes={processes}")
         command = module("hfdist", line.recipe, *line.recipe_arguments, *own)
-        ended = subprocess.run(command, capture_output=True, text=True, check=False)
+        ended = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
     if ended.returncode != 0:
         what = "the steps that were to calibrate the plan have failed"
         found = tuple(ended.stderr.strip().splitlines()[-6:])
