@@ -25,9 +25,10 @@ from hfdist.collectives import gather_json
 from hfdist.config.train import Precision
 from hfdist.errors import ConfigError, named_line
 from hfdist.models.embeddings import input_embeddings
-from hfdist.pipeline.costs import costs_by_parameters, count_of_images
+from hfdist.pipeline.costs import costs_by_parameters, kind_of_block, num_image_parameters
 from hfdist.pipeline.split_backward import backward_inputs
-from hfdist.pipeline.stage_module import Block, BlockPlace, copy_structure, preserve_state
+from hfdist.pipeline.stage_forward import BlockPlace
+from hfdist.pipeline.stage_module import Block, copy_structure, preserve_state
 
 logger = logging.getLogger(__name__)
 
@@ -117,7 +118,7 @@ def time_blocks(
         prologue = PartTime() if embedding is None else timer.time(embedding, lambda: None, lambda there, _: there(ids))
         epilogue = PartTime() if head is None else timer.time(head, lambda: hidden, loss)
     # Its images are not here yet: it counts as blocks of as many parameters would.
-    share = count_of_images(model) / sum(costs_by_parameters(model, blocks).blocks)
+    share = num_image_parameters(model) / sum(costs_by_parameters(model, blocks).blocks)
     of_images = PartTime(*(share * leg for leg in _total(timer.times)))
     return BlockTimes(tuple(timer.times), _total([prologue, of_images]), epilogue)
 
@@ -163,7 +164,7 @@ class _Timer:
 
     def call(self, place: BlockPlace, block: nn.Module, *args: object, **kwargs: object) -> object:
         """Stand in for a block: time it, or take the time and the output of another one of its kind."""
-        kind = kind_of_block(block)
+        kind = kind_of_block((block,))
         if kind not in self._known:
             self._known[kind] = self._measure(block, args, kwargs)
         of_part, output = self._known[kind]
@@ -264,10 +265,3 @@ class _KeptBytes(saved_tensors_hooks):
 
 def _total(parts: Sequence[PartTime]) -> PartTime:
     return PartTime(*map(sum, zip(*parts, strict=True)))
-
-
-def kind_of_block(block: nn.Module) -> str:
-    """Equal for blocks that cost the same: same modules, same shapes, same plain settings."""
-    settings = {name: value for name, value in vars(block).items() if isinstance(value, (str, bool))}
-    shapes = [(name, tuple(parameter.shape)) for name, parameter in block.named_parameters()]
-    return repr((type(block), sorted(settings.items()), shapes))

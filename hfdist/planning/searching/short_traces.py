@@ -35,8 +35,9 @@ from hfdist.models.loss import LossHead
 from hfdist.models.probing import class_keeps_documents_apart
 from hfdist.models.recompute import checkpoint_blocks
 from hfdist.optim.registry import make_small, stepped_whole, values_per_weight
-from hfdist.pipeline.costs import costs_by_flops
-from hfdist.pipeline.stage_module import Block, BlockPlace, copy_structure
+from hfdist.pipeline.costs import costs_by_flops, kind_of_block
+from hfdist.pipeline.stage_forward import BlockPlace
+from hfdist.pipeline.stage_module import Block, copy_structure
 from hfdist.planning.costs import OpCosts
 from hfdist.planning.searching.constants import MODES, Mode, ModelConstants, PartCosts
 from hfdist.planning.searching.fit_parts import PartTrace, fit_part, with_chunks
@@ -124,7 +125,7 @@ def _of_whole(
     size = partial(step_sizes, model, config.train, is_gpu=is_gpu, stepped_whole=whole, frozen=measure_teacher(config))
     return partial(
         ModelConstants,
-        shares=find_shares(model, list({_kind(block): block for block in blocks}.values()), tensor_plans=plans),
+        shares=find_shares(model, list({kind_of_block(block): block for block in blocks}.values()), tensor_plans=plans),
         balance=costs_by_flops(model, blocks, length),
         flops_per_token=flops_per_token(model.config, measure_size(model), length),
         sizes={tensor: size(tensor=tensor, plan=plans.get(tensor)) for tensor in (1, *plans)},
@@ -158,7 +159,7 @@ class _Measurement:
         self._config, self._model, self._loss_head = config, model, loss_head
         self.blocks: list[Block] = find_block_parts(model)
         kinds: dict[str, int] = {}
-        self.kind_of_block = [kinds.setdefault(_kind(block), len(kinds)) for block in self.blocks]
+        self.kind_of_block = [kinds.setdefault(kind_of_block(block), len(kinds)) for block in self.blocks]
         precision = config.train.precision
         self.half = torch.float16 if precision is Precision.fp16 else torch.bfloat16 if precision.is_bf16 else None
         self.boundary_bytes = 0.0
@@ -344,18 +345,3 @@ def _floats(values: object) -> Iterator[torch.Tensor]:
 def _leaf(tensor: torch.Tensor) -> torch.Tensor:
     detached = tensor.detach()
     return detached.requires_grad_() if tensor.is_floating_point() else detached
-
-
-def _kind(block: Block) -> str:
-    """Equal for blocks that cost the same: same modules, same shapes, same plain settings."""
-    modules = [
-        (
-            name,
-            type(module),
-            sorted((key, value) for key, value in vars(module).items() if isinstance(value, (str, bool))),
-        )
-        for part in block
-        for name, module in part.named_modules()
-    ]
-    shapes = [(name, tuple(p.shape), p.requires_grad) for part in block for name, p in part.named_parameters()]
-    return repr((modules, shapes))

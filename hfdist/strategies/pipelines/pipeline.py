@@ -26,9 +26,9 @@ from hfdist.models.blocks import find_block_parts
 from hfdist.models.embeddings import input_embeddings
 from hfdist.models.flops import ModelSize, measure_size
 from hfdist.optim.probe import Reach
-from hfdist.pipeline.block_times import kind_of_block, time_blocks_of_run
+from hfdist.pipeline.block_times import time_blocks_of_run
 from hfdist.pipeline.choose_schedule import choose_schedule
-from hfdist.pipeline.costs import costs_by_parameters
+from hfdist.pipeline.costs import costs_by_parameters, kind_of_block
 from hfdist.pipeline.generation_check import find_generation_problem
 from hfdist.pipeline.infer_stage_io import StageIO, infer_stage_io
 from hfdist.pipeline.microbatches import split_batch
@@ -236,7 +236,8 @@ class PipelineEngine(Engine):
         for group, names in self._io.shared:
             places = [rank // len(self._strategy.topology.pipelines) for rank in dist.get_process_group_ranks(group)]
             suffixes |= dict.fromkeys(names, f" of pipeline ranks {', '.join(map(str, places))}")
-        return [(name + suffixes.get(name.partition(" ")[0], ""), tensor) for name, tensor in super().whole_parameters()]
+        held = super().whole_parameters()
+        return [(name + suffixes.get(name.partition(" ")[0], ""), tensor) for name, tensor in held]
 
     def _counts(self, name: str) -> bool:
         return name not in self._io.counted_elsewhere and super()._counts(name)
@@ -354,8 +355,7 @@ class PipelineStrategy(Strategy):
         last = len(stages) - 1
         kinds: list[list[Hashable]] = [[] for _ in range(self.topology.pipeline)]
         for stage, (own, place) in enumerate(zip(stages, self.rank_of_stage, strict=True)):
-            parts = (part for index in own for part in blocks[index])
-            kinds[place].append((stage == 0, stage == last, *map(kind_of_block, parts)))
+            kinds[place].append((stage == 0, stage == last, *(kind_of_block(blocks[index]) for index in own)))
         return [tuple(own) for own in kinds]
 
     def partition(self, model: nn.Module) -> None:
