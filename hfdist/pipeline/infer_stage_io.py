@@ -21,10 +21,11 @@ from hfdist.errors import PartitionError
 from hfdist.models.embeddings import has_token_loss, input_embeddings
 from hfdist.models.image_text import PROJECTOR, TOWER, image_example, names_of_parts, reads_images
 from hfdist.models.probing import kind_of_name, unused_parameters
+from hfdist.pipeline.channel import P2PChannel
 from hfdist.pipeline.planned import PlannedChannel, PlannedPipeline
 from hfdist.pipeline.probe import ProbeResult, probe
 from hfdist.pipeline.split import SplitModel
-from hfdist.pipeline.stage_io import CARRIES, Carry, P2PChannel
+from hfdist.pipeline.stage_io import CARRIES, Carry
 from hfdist.topology import Topology
 
 _PROBE_SEQUENCES = 2

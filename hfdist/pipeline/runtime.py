@@ -12,9 +12,9 @@ from typing import NamedTuple, assert_never
 import torch
 import torch.distributed as dist
 
+from hfdist.pipeline.channel import P2PChannel
 from hfdist.pipeline.instructions import Instruction, Operation
 from hfdist.pipeline.stage import Stage, Tensors
-from hfdist.pipeline.stage_io import P2PChannel
 from hfdist.pipeline.timeline import Action, Recorder
 
 

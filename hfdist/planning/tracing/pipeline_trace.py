@@ -37,7 +37,9 @@ from hfdist.topology import Topology
 
 _OF_GPIPE = 3
 """Micro batches that are traced: what the second one keeps, those keep that are left out between it and the last."""
-_PHASES = {Action.forward: Phase.forward, **dict.fromkeys(list(Action)[1:4], Phase.backward)}
+_BACKWARDS = (Action.backward, Action.backward_input, Action.backward_weight)
+_PHASES = {Action.forward: Phase.forward, **dict.fromkeys(_BACKWARDS, Phase.backward)}
+"""Phases of the actions that compute."""
 
 
 def shorten(config: RunConfig, topology: Topology, batch: BatchPlan) -> BatchPlan:

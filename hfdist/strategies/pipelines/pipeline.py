@@ -27,6 +27,7 @@ from hfdist.models.embeddings import input_embeddings
 from hfdist.models.flops import ModelSize, measure_size
 from hfdist.optim.probe import Reach
 from hfdist.pipeline.block_times import time_blocks_of_run
+from hfdist.pipeline.channel import P2PChannel
 from hfdist.pipeline.choose_schedule import choose_schedule
 from hfdist.pipeline.costs import costs_by_parameters, kind_of_block
 from hfdist.pipeline.generation_check import find_generation_problem
@@ -37,7 +38,7 @@ from hfdist.pipeline.pipeline import Pipeline
 from hfdist.pipeline.planned import PlannedChannel, PlannedPipeline
 from hfdist.pipeline.schedule import bubble_fraction, check_microbatches, rank_of_stage, stages_per_rank
 from hfdist.pipeline.split import SplitModel, split_at_blocks
-from hfdist.pipeline.stage_io import CARRIES, P2PChannel
+from hfdist.pipeline.stage_io import CARRIES
 from hfdist.pipeline.stage_module import Block, refuse_call
 from hfdist.pipeline.timeline import Recorder
 from hfdist.strategies.base import Strategy
