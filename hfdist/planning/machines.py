@@ -33,8 +33,6 @@ _MORE_IN_A_RUN = 96 * 2**20
 _RUNTIME_OF_GPU = 1.2 * _GIB
 """Bytes of context, kernels and workspaces of CUDA, and of NCCL's buffers. Not measured by hfdist."""
 
-__all__ = ["STEPS", "Machines", "find_machines"]
-
 
 def find_machines(config: RunConfig, asked: PlanConfig, hardware: Hardware | None, processes: int) -> Machines:
     """Find the device and the memory of each process: as asked, as the hardware has them, or as they are free here.
@@ -48,7 +46,7 @@ def find_machines(config: RunConfig, asked: PlanConfig, hardware: Hardware | Non
     per_machine = asked.per_machine
     if hardware is None and asked.hardware is None and torch.cuda.is_available():
         hardware = find_hardware()
-    found = measured_cpu(cache_dir(config.data), per_machine or processes) if hardware is None else hardware
+    found = measure_cpu_once(cache_dir(config.data), per_machine or processes) if hardware is None else hardware
     if per_machine is not None:
         found = replace(found, devices_per_machine=per_machine)
     runtime = psutil.Process().memory_info().rss + _MORE_IN_A_RUN if found.is_cpu else _RUNTIME_OF_GPU
@@ -66,7 +64,7 @@ def find_machines(config: RunConfig, asked: PlanConfig, hardware: Hardware | Non
     )
 
 
-def measured_cpu(folder: Path, processes: int) -> Hardware:
+def measure_cpu_once(folder: Path, processes: int) -> Hardware:
     """Measure the CPU as `processes` processes share it, once: past runs were timed against the same figures."""
     # A job or a container may have other cores of the same machine.
     words = f"{platform.node()} {usable_cores()} {processes} {torch.__version__}"

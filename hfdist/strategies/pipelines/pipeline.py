@@ -233,10 +233,11 @@ class PipelineEngine(Engine):
 
         So a tied embedding and its head, on two ranks, are compared.
         """
-        suffixes = {}
-        for group, names in self._io.shared:
-            places = [rank // len(self._strategy.topology.pipelines) for rank in dist.get_process_group_ranks(group)]
-            suffixes |= dict.fromkeys(names, f" of pipeline ranks {', '.join(map(str, places))}")
+        num_pipelines = len(self._strategy.topology.pipelines)
+        suffixes: dict[str, str] = {}
+        for holders, names in self._io.shared:
+            places = ", ".join(str(rank // num_pipelines) for rank in dist.get_process_group_ranks(holders))
+            suffixes |= dict.fromkeys(names, f" of pipeline ranks {places}")
         held = super().whole_parameters()
         return [(name + suffixes.get(name.partition(" ")[0], ""), tensor) for name, tensor in held]
 

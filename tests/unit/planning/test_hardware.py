@@ -159,7 +159,7 @@ def test_a_machine_is_measured_once_for_each_number_of_cores_that_a_job_has(tmp_
     monkeypatch.setattr(machines, "measure_cpu", measure)
     for cores in (8, 8, 2):
         monkeypatch.setattr("hfdist.host_cores.os.sched_getaffinity", lambda _, cores=cores: range(cores))
-        assert machines.measured_cpu(tmp_path, 4) == measure(4)
+        assert machines.measure_cpu_once(tmp_path, 4) == measure(4)
         measured.pop()
     assert measured == [4, 4]
 
