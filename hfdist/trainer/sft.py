@@ -59,6 +59,20 @@ def collate_rows(collate: Callable[[list[Any]], dict[str, Any]], items: Sequence
     }
 
 
+def count_rows(trainer: EngineTrainer, inputs: dict[str, torch.Tensor], counted: torch.Tensor | None) -> None:
+    """Count the tokens of all rows that `collate_rows` has put below each other; TRL counts the positions of one.
+
+    Do nothing to any other Trainer or batch. A collective of the ranks that have a loss.
+    """
+    if counted is None or trainer.engine is None or trainer.engine.runs_whole_model or "attention_mask" in inputs:
+        return
+    own: Any = trainer
+    if is_sft(type(trainer)) and own.model.training:
+        missed = own.accelerator.gather_for_metrics(counted.sum() - inputs["position_ids"].size(1)).sum()
+        own._total_train_tokens += missed.item()
+        own._metrics["train"]["num_tokens"] = [own._total_train_tokens]
+
+
 def share_metrics(trainer: EngineTrainer) -> None:
     """Give all ranks of a pipeline the metrics of an SFTTrainer; do nothing to any other. A collective."""
     if trainer.engine is None or trainer.engine.runs_whole_model or not is_sft(type(trainer)):

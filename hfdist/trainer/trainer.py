@@ -46,7 +46,7 @@ from hfdist.trainer.named_arguments import arguments_by_name
 from hfdist.trainer.optimizers import Optimizers
 from hfdist.trainer.row_check import check_lengths
 from hfdist.trainer.run_options import RunOptions
-from hfdist.trainer.sft import fit_sft, share_metrics
+from hfdist.trainer.sft import count_rows, fit_sft, share_metrics
 from hfdist.trainer.step.lean_callbacks import use_lean_handler
 from hfdist.trainer.step.listed_gradients import zeroing_from_list
 from hfdist.trainer.step.loss import WeightedLoss, num_input_tokens, num_losses
@@ -419,6 +419,7 @@ class DistributedTrainerMixin(_Trainer):
             result = self._class_loss(model, inputs, return_outputs, num_items_in_batch)
         if self.engine is None:
             return result
+        count_rows(self, inputs, counted)
         loss, *outputs = result if return_outputs else (result,)
         of_routers = self.router_loss.take()
         if of_routers is not None:

@@ -13,6 +13,7 @@ from hfdist.config.conf_folder import list_options, shipped_folder
 from hfdist.config.hardware import CPU, match_device, read_hardware
 from hfdist.config.train import Precision
 from hfdist.errors import ConfigError
+from hfdist.planning import machines
 from hfdist.planning.timing.hardware import find_hardware
 from hfdist.run.own_plan import begin_plan
 from hfdist.topology import Topology
@@ -146,6 +147,21 @@ def test_without_a_gpu_the_machine_is_measured(monkeypatch):
     assert all(math.isfinite(value) and value > 0 for value in (hardware.kernel_us, hardware.memory_gb_per_second))
     # Between a core of twenty years ago and a large one of today.
     assert 1e9 < hardware.peak_flops(Precision.fp32) < 1e13
+
+
+def test_a_machine_is_measured_once_for_each_number_of_cores_that_a_job_has(tmp_path, monkeypatch):
+    measured = []
+
+    def measure(processes):
+        measured.append(processes)
+        return replace(read_hardware("l4"), devices_per_machine=processes)
+
+    monkeypatch.setattr(machines, "measure_cpu", measure)
+    for cores in (8, 8, 2):
+        monkeypatch.setattr("hfdist.host_cores.os.sched_getaffinity", lambda _, cores=cores: range(cores))
+        assert machines.measure_cpu_once(tmp_path, 4) == measure(4)
+        measured.pop()
+    assert measured == [4, 4]
 
 
 def test_mfu_is_of_gpus_alone():
