@@ -170,7 +170,8 @@ def _differ_by_padding(model: PreTrainedModel) -> float:
         beside = together[row] if alone.shape == together.shape[1:] and alone.ndim == 1 else together[row, :length]
         differences.append(float((alone - beside).abs().max()))
         largest = max(largest, float(alone.abs().max()))
-    return max(differences) / max(largest, torch.finfo(torch.float32).tiny)
+    # Python's own `max` would pass over a NaN.
+    return float(torch.tensor(differences).max()) / max(largest, torch.finfo(torch.float32).tiny)
 
 
 @torch.no_grad()

@@ -5,7 +5,7 @@ import shlex
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
 
 from hfdist.config.model import Dtype, Init, ModelConfig, TokenizerConfig
 from hfdist.errors import ConfigError, ResourceError
@@ -14,7 +14,7 @@ from hfdist.models.build import make_without_values
 from hfdist.models.experts import num_chosen_experts, num_experts
 from hfdist.models.flops import find_peak_flops, flops_per_token, measure_size, num_parameters
 from hfdist.models.initialize import initialize_by_name
-from hfdist.models.probing import class_keeps_documents_apart, keeps_documents_apart
+from hfdist.models.probing import class_keeps_documents_apart, keeps_documents_apart, small_model
 from hfdist.models.shrink import shrink
 from hfdist.models.tokenizer import train_bpe
 from hfdist.trainer.checkpointing.model_files import write_hub_files
@@ -237,6 +237,21 @@ def test_models_are_asked_whether_they_keep_documents_apart(tokenizer):
     assert keeps_documents_apart(random_model(tokenizer)) is True
     mamba = AutoConfig.for_model("mamba", hidden_size=32, num_hidden_layers=2, vocab_size=64, state_size=4)
     assert keeps_documents_apart(AutoModelForCausalLM.from_config(mamba)) is not True
+
+
+def test_a_class_that_refuses_positions_in_its_own_way_cannot_be_asked():
+    class WithoutPositions(LlamaForCausalLM):
+        def forward(self, input_ids=None, position_ids=None, **more):
+            assert position_ids is None
+            return super().forward(input_ids=input_ids, **more)
+
+    assert keeps_documents_apart(WithoutPositions(llama().config)) is None
+
+
+def test_small_models_are_the_same_whatever_was_drawn_before():
+    model = llama()
+    first, second = small_model(model), small_model(model)
+    assert all(torch.equal(*pair) for pair in zip(first.parameters(), second.parameters(), strict=True))
 
 
 def test_a_rank_with_a_part_of_the_blocks_knows_it_too():
