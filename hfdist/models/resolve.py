@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Set
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -116,7 +117,8 @@ def _find(
     is_model: bool,
 ) -> _Found:
     path = expand_user(name)
-    if name.endswith(".gguf") or path.exists() or name.startswith((".", "/", "~")):
+    # Not by methods of Path: these raise an OSError for a name that is too long.
+    if name.endswith(".gguf") or os.path.exists(path) or name.startswith((".", "/", "~")):
         return _Found(_find_here(config, path, gguf_file, cache_dir=cache_dir, key=key, is_model=is_model))
     repository = Repository(name, key, cache_dir)
     snapshot = repository.resolve(revision)
@@ -143,11 +145,11 @@ def _find_here(
 ) -> Path:
     file = path / gguf_file if gguf_file is not None else path
     if file.suffix == ".gguf":
-        if not file.is_file():
+        if not os.path.isfile(file):
             hint = "of a Hub repository: model.name=OWNER/NAME model.gguf_file=FILE.gguf"
             raise ConfigError("there is no such file", where=key, found=file, hint=hint)
         return convert_gguf(file, cache_dir, key=key)
-    if not path.is_dir():
+    if not os.path.isdir(path):
         allowed = "a Hub id, a folder, or a .gguf file"
         raise ConfigError("there is no such folder", where=key, found=path, allowed=allowed)
     if is_model:
