@@ -128,13 +128,17 @@ def freeze_by_name(model: nn.Module, *, freeze: Sequence[str], train_only: Seque
 
 
 def _check_some_left(model: nn.Module, trained: TrainableParameters) -> None:
-    if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise ConfigError(
-            "nothing is left to train: the data have no images, and only what images reach was to be trained",
-            where="train.freeze, train.train_only",
-            found=f"freeze={list(trained.freeze)}, train_only={list(trained.train_only)}",
-            hint="rows with images, or train.train_only=[language]",
-        )
+    if any(parameter.requires_grad for parameter in model.parameters()):
+        return
+    why, hint = "the data have no images, and only what images reach was to be trained", "rows with images, or "
+    if trained.reads_images:
+        why, hint = "no gradient of images reaches what was to be trained", ""
+    raise ConfigError(
+        f"nothing is left to train: {why}",
+        where="train.freeze, train.train_only",
+        found=f"freeze={list(trained.freeze)}, train_only={list(trained.train_only)}",
+        hint=f"{hint}train.train_only=[language]",
+    )
 
 
 def _matches(
