@@ -49,7 +49,7 @@ class WholeRows(NamedTuple):
     to_logits: Callable[[torch.Tensor], torch.Tensor]
     """From some rows of `given` to logits [rows, vocabulary]; the vocabulary may be larger than the student's."""
     beta: float
-    """Which divergence; see `divergence`."""
+    """Which divergence, from 0 to 1: see `divergences_and_gradient`."""
 
     def part(self, which: slice | torch.Tensor) -> WholeRows:
         """See the protocol."""
@@ -77,7 +77,7 @@ class TopRows(NamedTuple):
     log_probabilities: torch.Tensor
     """Of these, and of all others together; shape [rows, tokens + 1]."""
     beta: float
-    """Which divergence; see `divergence`."""
+    """Which divergence, from 0 to 1: see `divergences_and_gradient`."""
 
     def part(self, which: slice | torch.Tensor) -> TopRows:
         """See the protocol."""
