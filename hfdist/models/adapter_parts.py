@@ -1,9 +1,9 @@
 """The parts of a model's blocks that an adapter stands beside: chosen by `adapter.target_parts`, and counted.
 
-attention   model.layers.0.self_attn.q_proj   backbone.layers.0.mixer.in_proj (Mamba)
-mlp         model.layers.0.mlp.up_proj        model.layers.0.mlp.shared_experts.up_proj
+attention   model.layers.0.self_attn.q_proj, of Mamba backbone.layers.0.mixer.in_proj
+mlp         model.layers.0.mlp.up_proj, model.layers.0.mlp.shared_experts.up_proj
 experts     model.layers.0.mlp.experts.gate_up_proj
-routers     model.layers.0.mlp.gate           transformer.blocks.0.ffn.router.layer (dbrx)
+routers     model.layers.0.mlp.gate, of dbrx transformer.blocks.0.ffn.router.layer
 """
 
 from __future__ import annotations
