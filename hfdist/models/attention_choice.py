@@ -24,7 +24,7 @@ from hfdist.models.architecture import count_heads
 from hfdist.models.blocks import compiles_on_gpus
 from hfdist.models.differences import largest_difference
 from hfdist.models.document_attention import BY_DOCUMENTS, HAS_KERNEL, HEAD_MULTIPLE, LARGEST_HEAD
-from hfdist.models.embeddings import scores_sequences
+from hfdist.models.embeddings import token_reader
 from hfdist.models.experts import first_number
 from hfdist.models.probing import make_of_config
 from hfdist.models.shrink import shrink_to_try
@@ -149,9 +149,7 @@ def _run(model: PreTrainedModel) -> list[torch.Tensor]:
     positions = torch.stack([torch.cat([torch.arange(n) for n in lengths]) for lengths in _DOCUMENTS])
     vocab_size = model.config.get_text_config(decoder=True).vocab_size
     ids = torch.randint(min(vocab_size, 100), positions.shape, generator=generator)
-    # One that scores sequences gives nothing for each token itself.
-    reader = model.base_model if scores_sequences(model) else model
-    logits: torch.Tensor = reader(input_ids=ids, position_ids=positions, use_cache=False)[0]
+    logits: torch.Tensor = token_reader(model)(input_ids=ids, position_ids=positions, use_cache=False)[0]
     (logits * torch.randn(logits.shape, generator=generator)).sum().backward()
     return [logits.detach(), *(torch.empty(0) if p.grad is None else p.grad for p in model.parameters())]
 

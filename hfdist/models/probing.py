@@ -12,7 +12,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from hfdist.config.task import Head
 from hfdist.models.adapter import inject_adapter
 from hfdist.models.cache_use import without_cache
-from hfdist.models.embeddings import has_token_loss, scores_sequences
+from hfdist.models.embeddings import has_token_loss, token_reader
 from hfdist.models.heads import head_class
 from hfdist.models.image_text import image_example, read_images, reads_images
 from hfdist.models.shrink import shrink_to_try
@@ -127,8 +127,7 @@ def keeps_documents_apart(model: PreTrainedModel) -> bool | None:
     positions = torch.cat([torch.arange(_FIRST), torch.arange(_SECOND)])[None]
     was_training = model.training
     model.eval()
-    # One that scores sequences gives nothing for each token itself.
-    reader = model.base_model if scores_sequences(model) else model
+    reader = token_reader(model)
     try:
         # With a cache, restarting positions are not looked at.
         with without_cache(model.config):

@@ -48,12 +48,11 @@ class TrainableParameters:
         cls, config: RunConfig, *, unreached: frozenset[str] = frozenset(), example: ImageBatch | None = None
     ) -> TrainableParameters:
         """Take the keys out of a config."""
-        freeze, train_only = tuple(config.train.freeze), tuple(config.train.train_only)
         return cls(
             base=config.model,
             adapter=config.adapter,
-            freeze=freeze,
-            train_only=train_only,
+            freeze=tuple(config.train.freeze),
+            train_only=tuple(config.train.train_only),
             reads_images=config.data.images.used,
             has_values=config.task.name.traits.has_values,
             unreached=unreached,
@@ -84,7 +83,14 @@ class TrainableParameters:
                 read_images(model, unreached=self.unreached, example=self.example)
             else:
                 read_text_alone(model)
-            _check_some_left(model, self)
+            if not any(parameter.requires_grad for parameter in model.parameters()):
+                raise self._nothing_reached()
+
+    def _nothing_reached(self) -> ConfigError:
+        why, hint = "the data have no images, and only what images reach was to be trained", "rows with images, or "
+        if self.reads_images:
+            why, hint = "no gradient of images reaches what was to be trained", ""
+        return _nothing_left(f": {why}", self.freeze, self.train_only, hint=f"{hint}train.train_only=[language]")
 
     @contextmanager
     def kept_in_float32(self, model: nn.Module) -> Iterator[None]:
@@ -119,26 +125,12 @@ def freeze_by_name(model: nn.Module, *, freeze: Sequence[str], train_only: Seque
         if parameter in frozen or (train_only and parameter not in chosen):
             parameter.requires_grad_(False)
     if not any(parameter.requires_grad for parameter in names):
-        raise ConfigError(
-            "nothing is left to train",
-            where="train.freeze, train.train_only",
-            found=f"freeze={list(freeze)}, train_only={list(train_only)}",
-            hint="train.freeze=[] train.train_only=[]",
-        )
+        raise _nothing_left("", freeze, train_only, hint="train.freeze=[] train.train_only=[]")
 
 
-def _check_some_left(model: nn.Module, trained: TrainableParameters) -> None:
-    if any(parameter.requires_grad for parameter in model.parameters()):
-        return
-    why, hint = "the data have no images, and only what images reach was to be trained", "rows with images, or "
-    if trained.reads_images:
-        why, hint = "no gradient of images reaches what was to be trained", ""
-    raise ConfigError(
-        f"nothing is left to train: {why}",
-        where="train.freeze, train.train_only",
-        found=f"freeze={list(trained.freeze)}, train_only={list(trained.train_only)}",
-        hint=f"{hint}train.train_only=[language]",
-    )
+def _nothing_left(why: str, freeze: Sequence[str], train_only: Sequence[str], *, hint: str) -> ConfigError:
+    found = f"freeze={list(freeze)}, train_only={list(train_only)}"
+    return ConfigError(f"nothing is left to train{why}", where="train.freeze, train.train_only", found=found, hint=hint)
 
 
 def _matches(

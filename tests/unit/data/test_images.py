@@ -45,7 +45,7 @@ from hfdist.models.image_text import (
     names_of_parts,
     read_images,
 )
-from hfdist.models.packed_images import find_positions
+from hfdist.models.image_trials import find_positions
 from hfdist.models.partitioning import WHOLE
 from hfdist.models.trainable import TrainableParameters
 from hfdist.pipeline.microbatches import split_batch
