@@ -282,17 +282,6 @@ def _mask_of_document(beneath: str, query: torch.Tensor, window: int | None) -> 
     return hidden[None, None]
 
 
-def _register() -> None:
-    for beneath, name in BY_DOCUMENTS.items():
-
-        def attend(*arguments: Any, _beneath: str = beneath, **more: Any) -> _Attended:
-            return _attend(_beneath, *arguments, **more)
-
-        def mask(*arguments: Any, _beneath: str = beneath, **more: Any) -> _Mask:
-            return _borders_or_mask(_beneath, *arguments, **more)
-
-        AttentionInterface.register(name, attend)
-        AttentionMaskInterface.register(name, mask)
-
-
-_register()
+for _beneath, _name in BY_DOCUMENTS.items():
+    AttentionInterface.register(_name, partial(_attend, _beneath))
+    AttentionMaskInterface.register(_name, partial(_borders_or_mask, _beneath))

@@ -95,9 +95,13 @@ def list_files(config: ModelConfig, folder: Path) -> list[str]:
     Raises:
         ConfigError: some are missing.
     """
-    names = {one.name for one in folder.iterdir() if one.is_file()}
-    weights = _check_model(config, names, folder, str(folder), True)
+    names = _list_names(folder)
+    weights = _check_model(config, names, folder, str(folder), is_complete=True)
     return sorted({*weights, *(name for name in names if name.endswith(_SMALL))})
+
+
+def _list_names(folder: Path) -> set[str]:
+    return {file.name for file in folder.iterdir() if file.is_file()}
 
 
 @dataclass(frozen=True)
@@ -136,7 +140,7 @@ def _find(
     folder = repository.fetch(snapshot, small)
     if not is_model:
         return _Found(folder)
-    weights = _check_model(config, snapshot.names, folder, name, snapshot.is_complete)
+    weights = _check_model(config, snapshot.names, folder, name, is_complete=snapshot.is_complete)
     return _Found(folder, lambda: repository.fetch(snapshot, weights))
 
 
@@ -153,7 +157,7 @@ def _find_here(
         allowed = "a Hub id, a folder, or a .gguf file"
         raise ConfigError("there is no such folder", where=key, found=path, allowed=allowed)
     if is_model:
-        _check_model(config, {one.name for one in path.iterdir() if one.is_file()}, path, str(path), True)
+        _check_model(config, _list_names(path), path, str(path), is_complete=True)
     return path
 
 
@@ -167,7 +171,7 @@ def _require(snapshot: Snapshot, file: str, name: str, *, key: str) -> None:
     raise ConfigError(what, where=key, found=name, allowed=", ".join(others[:20]) or None, hint=hint)
 
 
-def _check_model(config: ModelConfig, names: set[str], folder: Path, found: str, is_complete: bool) -> list[str]:
+def _check_model(config: ModelConfig, names: set[str], folder: Path, found: str, *, is_complete: bool) -> list[str]:
     """Check the small files of a model, and give the names of the files of weights.
 
     Args:
