@@ -55,8 +55,9 @@ def choose_attention(config: RunConfig, architecture: PreTrainedConfig, device_t
     Raises:
         ConfigError: `model.attention=varlen` cannot be.
     """
-    asked, is_short = config.model.attention, config.data.sequence_length < _LEAST_TOKENS
-    gains = config.data.packing is not Packing.none and not (device_type == "cpu" and is_short)
+    asked = config.model.attention
+    is_short = device_type == "cpu" and config.data.sequence_length < _LEAST_TOKENS
+    gains = config.data.packing is not Packing.none and not is_short
     if asked is not Attention.varlen and (asked is not Attention.auto or not gains):
         return None
     name = None

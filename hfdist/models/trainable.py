@@ -138,17 +138,17 @@ def _matches(
 ) -> dict[nn.Parameter, list[str]]:
     """Parameters of which any name matches. A tied one has several, and is one thing under all of them."""
     found: dict[nn.Parameter, list[str]] = {}
-    # A part is what it has.
+    # The name of a part stands for those of its parameters.
     patterns = [name for pattern in patterns for name in parts.get(pattern) or [pattern]]
     for pattern in patterns:
-        matching = {p: own for p, own in names.items() if fnmatch.filter(own, pattern)}
+        matching = {p: aliases for p, aliases in names.items() if fnmatch.filter(aliases, pattern)}
         if not matching:
-            raise _no_match([name for own in names.values() for name in own], pattern, key)
+            raise _no_match([name for aliases in names.values() for name in aliases], pattern, key)
         found |= matching
-    for own in found.values():
-        others = [name for name in own if not any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)]
+    for aliases in found.values():
+        others = [name for name in aliases if not any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)]
         if others:
-            logger.info("%s: %s is the same weight as %s, so it goes along", key, ", ".join(others), own[0])
+            logger.info("%s: %s is the same weight as %s, so it goes along", key, ", ".join(others), aliases[0])
     return found
 
 
