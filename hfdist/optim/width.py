@@ -46,7 +46,7 @@ def rate_factor(config: PreTrainedConfig, base_width: int) -> float:
 
 
 def hidden_matrices(model: PreTrainedModel, whole_shape: Callable[[torch.Tensor], tuple[int, ...]]) -> set[int]:
-    """Give the ids of parameters of two dimensions or more, but for embeddings, heads, tied or not, and biases.
+    """Give the ids of parameters of two dimensions or more, but for embeddings and heads, tied or not, and biases.
 
     Args:
         model: whole, or a rank's part of it.
