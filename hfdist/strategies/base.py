@@ -76,7 +76,7 @@ class Strategy(Partitioning):
             raise ConfigError("one process sends no gradients", where="strategy.compression", found=found, hint=hint)
 
     @property
-    def shares(self) -> str:
+    def sharing_keys(self) -> str:
         """As of the base class."""
         axes = {axis: getattr(self.topology, axis) for axis in ("pipeline", "tensor")}
         keys = [f"strategy.{axis}={degree}" for axis, degree in axes.items() if degree > 1]
@@ -107,7 +107,7 @@ class Strategy(Partitioning):
         `by_all`: all ranks run it at the same time, and not only those of a last stage.
         """
         topology = self.topology
-        if sharding is TeacherSharding.whole or (sharding is TeacherSharding.auto and not self.shares):
+        if sharding is TeacherSharding.whole or (sharding is TeacherSharding.auto and not self.sharing_keys):
             return 1
         return topology.world_size if by_all else topology.shard * topology.context * topology.tensor
 

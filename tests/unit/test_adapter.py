@@ -172,7 +172,7 @@ class Layout(Partitioning):
     """A layout of which ranks have parts of weights."""
 
     @property
-    def shares(self):
+    def sharing_keys(self):
         return "strategy.sharding=zero3"
 
 

@@ -20,7 +20,7 @@ from hfdist.data.documents.examples import Example
 from hfdist.models import TrainableParameters, build_model, find_architecture
 from hfdist.models.resolve import resolve_model
 from hfdist.models.stacked_experts import use_products
-from hfdist.models.tokenizer import load_tokenizer
+from hfdist.models.tokenizer import load_pretrained_tokenizer
 from hfdist.strategies.engine import Batch, Value
 from hfdist.topology import Topology
 from hfdist.trainer.generation.continuation import can_generate
@@ -127,9 +127,7 @@ class Generator:
 
 
 def _load_tokenizer(settings: Settings) -> PreTrainedTokenizerBase:
-    model = settings.config.model
-    # It is in a folder of its own, so that none is trained.
-    return load_tokenizer(model, corpus_id="", texts=lambda _: (), cache_dir=cache_dir(settings.config.data))
+    return load_pretrained_tokenizer(settings.config.model, cache_dir=cache_dir(settings.config.data))
 
 
 def _build(settings: Settings) -> PreTrainedModel:

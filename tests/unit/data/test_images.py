@@ -46,7 +46,9 @@ from hfdist.models.image_text import (
     names_of_parts,
     read_images,
 )
-from hfdist.models.packed_images import find_positions
+from hfdist.models.image_trials import find_positions
+from hfdist.models.partitioning import WHOLE
+from hfdist.models.trainable import TrainableParameters
 from hfdist.pipeline.microbatches import split_batch
 from hfdist.tune.document_table import places
 from tests.image_models import FAMILIES, draw, make_model, make_processor
@@ -262,6 +264,19 @@ def test_parts_and_what_is_never_reached_are_found_by_structure(family):
     assert unreached <= names
     assert all("encoder.layers.-1." in name or "post_layernorm" in name for name in unreached)
     assert bool(unreached) == (family == "llava")
+
+
+def test_a_run_of_what_images_never_reach_is_refused_in_words_that_fit(llava):
+    for reads_images, said in ((True, "no gradient of images"), (False, "have no images")):
+        model = make_model("llava", llava)
+        last = [name for name in names_of_parts(model)[TOWER] if ".encoder.layers.1." in name]
+        trained = TrainableParameters(
+            train_only=tuple(last),
+            reads_images=reads_images,
+            unreached=frozenset(from_the_end(model, name) for name in last),
+        )
+        with pytest.raises(ConfigError, match=said):
+            trained.choose(model, seed=0, layout=WHOLE)
 
 
 @pytest.mark.parametrize("adapter", [LoraConfig, IA3Config])
