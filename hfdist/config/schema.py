@@ -62,6 +62,11 @@ class Key:
         return kind is Any or typing.get_origin(kind) is list
 
     @property
+    def item_type(self) -> Any:
+        """What each value in it is, where it is a list or a mapping; None: it is neither."""
+        return next(iter(typing.get_args(without_none(self.type)[0])[-1:]), None)
+
+    @property
     def allowed(self) -> str:
         """The values that it takes, in words."""
         kind, optional = without_none(self.type)
@@ -166,10 +171,9 @@ def _field_docstrings(cls: type) -> Mapping[str, str]:
 
 def without_none(hint: object) -> tuple[Any, bool]:
     """Give a type hint without None, and whether it had it."""
-    if isinstance(hint, types.UnionType):
-        rest = [part for part in typing.get_args(hint) if part is not types.NoneType]
-        return rest[0], len(rest) < len(typing.get_args(hint))
-    return hint, False
+    parts = typing.get_args(hint) if isinstance(hint, types.UnionType) else ()
+    rest = [part for part in parts if part is not types.NoneType]
+    return rest[0] if len(rest) == 1 else hint, len(rest) < len(parts)
 
 
 def _describe(kind: Any) -> str:

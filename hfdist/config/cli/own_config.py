@@ -80,7 +80,7 @@ def _find_recipe(path: Path, seen: set[Path]) -> str | None:
         if name in RECIPES:
             return name
         beside = path.parent / f"{name}.yaml"
-        if "/" not in name and beside not in seen and beside.is_file():
+        if "/" not in name and beside not in seen and os.path.isfile(beside):
             found = _find_recipe(beside, seen)
             if found is not None:
                 return found

@@ -72,7 +72,7 @@ def _hours(value: object) -> object:
 
     M, M:S, H:M:S, D-H, D-H:M and D-H:M:S are days, hours, minutes and seconds. YAML reads H:M:S as seconds.
     """
-    time = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", str(value))
+    time = re.fullmatch(r"(?:(\d{1,9})-)?(\d{1,9})(?::(\d{1,9}))?(?::(\d{1,9}))?", str(value))
     if time is None:
         return None
     days, *numbers = time.groups()

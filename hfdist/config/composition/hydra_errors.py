@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator
-from pathlib import Path
 
 from hydra.errors import MissingConfigException
 from omegaconf.errors import (
@@ -104,7 +104,7 @@ def _missing_config(error: MissingConfigException, request: Request) -> ConfigEr
         return ConfigError(
             "there is no such primary config", where=where, found=name, allowed=join_names(names), hint=hint
         )
-    if name == request.config_name and Path(f"{name}.yaml").is_file():
+    if name == request.config_name and os.path.isfile(f"{name}.yaml"):
         what, hint = "a primary config by its name lies in the folder of --config-dir", f"--config {name}.yaml"
         return ConfigError(what, where=f"--config-name ({COMMAND_LINE})", found=name, hint=hint)
     groups, place = request.groups(), _file_place(error, request) or COMMAND_LINE
@@ -114,7 +114,7 @@ def _missing_config(error: MissingConfigException, request: Request) -> ConfigEr
         return ConfigError(
             f"there is no group `{group}`", where=place, found=name, allowed=join_names(groups), hint=hint
         )
-    if any((folder / f"{name}.yml").is_file() for folder in request.folders):
+    if any(os.path.isfile(folder / f"{name}.yml") for folder in request.folders):
         hint = f"rename {option}.yml to {option}.yaml"
     else:
         own = f"add {group}/{option}.yaml to a folder and give --config-dir"

@@ -169,7 +169,7 @@ def _is_there(group: str, name: str, folders: Sequence[Path]) -> bool:
 def _prepare(text: str, recipe: str) -> GivenOverride:
     try:
         override = parse_override(text)
-    except (HydraException, RecursionError) as error:
+    except HydraException as error:
         raise _not_an_override(text) from error
     key = override.key_or_group
     where = f"{key} ({COMMAND_LINE})"

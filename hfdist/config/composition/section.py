@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import is_dataclass
@@ -20,7 +21,7 @@ from hfdist.config.composition.overrides import COMMAND_LINE, refuse_number
 from hfdist.config.conf_folder import list_options, shipped_folder
 from hfdist.config.override_text import parse_override
 from hfdist.config.paths import expand_user
-from hfdist.config.plain_values import flatten, plain
+from hfdist.config.plain_values import check_items, flatten, plain
 from hfdist.config.schema import ANY_NAME, Key, all_keys, keys_of, values_by_key
 from hfdist.errors import ConfigError, first_line, nearest
 
@@ -85,7 +86,8 @@ class Section(Generic[T]):
         """
         options = self.options(own)
         path = options.get(name, expand_user(name))
-        if path.is_file():
+        # Not by pathlib: Python 3.11 raises for a name that is too long.
+        if os.path.isfile(path):
             return path
         known = sorted({*options, *others})
         raise ConfigError(
@@ -121,7 +123,7 @@ class Section(Generic[T]):
             nested = {part: nested}
         try:
             return cast(DictConfig, OmegaConf.merge(config, nested))
-        except OmegaConfBaseException as error:
+        except (OmegaConfBaseException, OverflowError) as error:
             what = f"this value does not fit: {first_line(error)}"
             # A member of a free mapping is no key itself, and neither is the whole section.
             found = self.keys.get(key) or self.keys.get(key.rpartition(".")[0])
@@ -169,10 +171,7 @@ class Section(Generic[T]):
         for key, value in values_by_key(values, self._prefix):
             if value is not None and key.limit is not None and not key.limit.accepts(value):
                 raise ConfigError("this value is not possible", where=key.name, found=value, allowed=key.allowed)
-            # OmegaConf takes a list or a mapping in a list of texts.
-            members = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-            if not all(isinstance(member, str) for member in members):
-                raise ConfigError("each value must be text", where=key.name, found=value, allowed=key.allowed)
+            check_items(key, value)
             # What a line of a job file holds must not begin another.
             for name, text in flatten(value, key.name) if isinstance(value, (str, list, dict)) else ():
                 if isinstance(text, str) and not all(c.isprintable() or c == "\t" for c in text):

@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from hfdist.config.composition.other_trainers import VALUES
 from hfdist.config.composition.overrides import in_yaml
 from hfdist.config.composition.quantities import read_quantity
-from hfdist.config.conf_folder import shipped_folder
+from hfdist.config.conf_folder import list_options, shipped_folder
 from hfdist.config.run import AUTO
 from hfdist.config.schema import find_key
 from hfdist.errors import nearest
@@ -23,7 +23,7 @@ def hint_for_value(key: str, value: object, allowed: str) -> str | None:
     """Give what was probably meant by a value that its key does not take; `allowed` is what it takes, in words."""
     if key == "launch" and (str(value).isdecimal() or value == AUTO):
         return f"launch.processes={value}"
-    if key == "launch" and (shipped_folder() / key / f"{value}.yaml").is_file():
+    if key == "launch" and str(value) in list_options(shipped_folder(), key):
         return f"accelerate launch --config_file conf/launch/{value}.yaml recipes/pretrain.py"
     if key == "task.loss" and str(value).startswith("kto"):
         return "task.loss=sigmoid for pairs; one answer a row, with its label, is another task: kto"
