@@ -6,7 +6,7 @@ import ast
 import dataclasses
 import inspect
 import itertools
-import textwrap
+import sys
 import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
@@ -160,13 +160,19 @@ def _type_hints(cls: type) -> Mapping[str, object]:
 @cache
 def _field_docstrings(cls: type) -> Mapping[str, str]:
     """Give the first paragraph of the docstring below each field; Python keeps none, so it is read off the source."""
-    body = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0].body  # type: ignore[attr-defined]
     found = {}
-    for field, after in itertools.pairwise(body):
+    for field, after in itertools.pairwise(_classes_of(cls.__module__)[cls.__name__].body):
         words = after.value if isinstance(field, ast.AnnAssign) and isinstance(after, ast.Expr) else None
         if isinstance(words, ast.Constant):
             found[ast.unparse(field.target)] = " ".join(inspect.cleandoc(str(words.value)).partition("\n\n")[0].split())
     return found
+
+
+@cache
+def _classes_of(module: str) -> Mapping[str, ast.ClassDef]:
+    """Parse a module once: `inspect.getsource` of a class parses all of it for each class."""
+    body = ast.parse(inspect.getsource(sys.modules[module])).body
+    return {node.name: node for node in body if isinstance(node, ast.ClassDef)}
 
 
 def without_none(hint: object) -> tuple[Any, bool]:

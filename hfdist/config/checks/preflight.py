@@ -17,8 +17,6 @@ from hfdist.config.run import TRACKERS, RunConfig
 from hfdist.config.task import NO_SERVER, TaskConfig
 from hfdist.config.train import Precision
 from hfdist.errors import ConfigError, nearest
-from hfdist.launch.address import LOOPBACK
-from hfdist.messages.door import SECRET
 from hfdist.topology import Topology
 
 
@@ -48,7 +46,13 @@ def check_run(config: RunConfig, *, world_size: int | None = None) -> tuple[Topo
 def _check_address(task: TaskConfig) -> None:
     """Refuse to let generators of other machines in who need no secret."""
     host = task.generators_host
-    if host in (None, "localhost", LOOPBACK, "::1") or os.environ.get(SECRET):
+    if host is None:
+        return
+    # Imported here, as both take long, and few runs name an address.
+    from hfdist.launch.address import LOOPBACK
+    from hfdist.messages.door import SECRET
+
+    if host in ("localhost", LOOPBACK, "::1") or os.environ.get(SECRET):
         return
     raise ConfigError(
         "whoever reaches this address could answer the run's prompts, and read its model",
