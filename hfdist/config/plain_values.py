@@ -8,7 +8,7 @@ import re
 import sys
 import types
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from enum import Enum
 from typing import Any, TypeVar
 
@@ -23,9 +23,12 @@ _MOST_SHOWN = 200
 def flatten(value: object, key: str) -> Iterator[tuple[str, object]]:
     """Give a value under its key, and all that it holds, each under its full name; items of lists have numbers."""
     yield key, value
-    items = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list) else ()
+    if isinstance(value, Mapping):
+        items: Iterable[tuple[object, object]] = value.items()
+    else:
+        items = enumerate(value) if isinstance(value, list) else ()
     for name, item in items:
-        yield from flatten(item, f"{key}.{name}".lstrip("."))
+        yield from flatten(item, f"{key}.{name}" if key else f"{name}")
 
 
 def plain(value: object) -> Any:
@@ -46,7 +49,9 @@ def plain(value: object) -> Any:
 
 def override_value(value: object) -> str:
     """Write a plain value as an override has it: null, true and false are not Python's."""
-    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+    if value is None:
+        return "null"
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def from_plain(kind: type[T], values: object, name: str = "") -> T:

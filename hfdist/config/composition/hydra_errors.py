@@ -20,7 +20,6 @@ from hfdist.config.composition.files import display, read_config
 from hfdist.config.composition.options import (
     defaults_line,
     hint_for_option,
-    join_names,
     override_for_synonym,
     overrides_in_yaml,
     unknown_option,
@@ -102,7 +101,7 @@ def _missing_config(error: MissingConfigException, request: Request) -> ConfigEr
         where = f"--config-name ({COMMAND_LINE})" if name == request.config_name else f"defaults list: {name}"
         hint = nearest(name, sorted(names), "--config-name {}")
         return ConfigError(
-            "there is no such primary config", where=where, found=name, allowed=join_names(names), hint=hint
+            "there is no such primary config", where=where, found=name, allowed=", ".join(sorted(names)), hint=hint
         )
     if name == request.config_name and os.path.isfile(f"{name}.yaml"):
         what, hint = "a primary config by its name lies in the folder of --config-dir", f"--config {name}.yaml"
@@ -112,7 +111,7 @@ def _missing_config(error: MissingConfigException, request: Request) -> ConfigEr
     if not options:
         hint = nearest(group, sorted(groups), f"{{}}: {option}")
         return ConfigError(
-            f"there is no group `{group}`", where=place, found=name, allowed=join_names(groups), hint=hint
+            f"there is no group `{group}`", where=place, found=name, allowed=", ".join(sorted(groups)), hint=hint
         )
     if any(os.path.isfile(folder / f"{name}.yml") for folder in request.folders):
         hint = f"rename {option}.yml to {option}.yaml"

@@ -101,22 +101,7 @@ class Section(Generic[T]):
     def _merge(self, config: DictConfig, key: str, value: object, place: str) -> DictConfig:
         for name, _ in self._members(key, value):
             if name not in self.keys:
-                # It may stand one section higher.
-                above = f"{self._prefix}{name.rpartition('.')[2]}"
-                called = override_for(name, value) or override_for(above, value) or ""
-                is_own = called.startswith(self._prefix)
-                hint = called if is_own else self._of_a_run(name, value)
-                if above in self.keys:
-                    hint = hint or f"{above}={value}"
-                leaves = [key.removeprefix(self._prefix) for key in self.keys]
-                hint = hint or reason_against(name)
-                hint = hint or nearest(
-                    name.removeprefix(self._prefix), leaves, f"{self._prefix}{{}}={value}", cutoff=0.75
-                )
-                section = self.keys.get(name.rpartition(".")[0])
-                known = [k.name for k in self.keys.values() if section is None or k.name.startswith(section.name)]
-                what, names = f"there is no key `{name}`", ", ".join(known)
-                raise ConfigError(what, where=f"{name} ({place})", allowed=names, hint=hint)
+                raise self._unknown(name, value, place)
         refuse_number(self.keys.get(key), value, f"{key} ({place})")
         nested: object = value
         for part in reversed(key.split(".")[1:]):
@@ -129,6 +114,22 @@ class Section(Generic[T]):
             found = self.keys.get(key) or self.keys.get(key.rpartition(".")[0])
             allowed = None if found is None else found.allowed
             raise ConfigError(what, where=f"{key} ({place})", found=value, allowed=allowed) from error
+
+    def _unknown(self, name: str, value: object, place: str) -> ConfigError:
+        """Say that there is no such key, and which one was probably meant."""
+        leaves = [key.removeprefix(self._prefix) for key in self.keys]
+        # It may stand one section higher.
+        above = f"{self._prefix}{name.rpartition('.')[2]}"
+        called = override_for(name, value) or override_for(above, value) or ""
+        hint = (
+            (called if called.startswith(self._prefix) else self._of_a_run(name, value))
+            or (f"{above}={value}" if above in self.keys else None)
+            or reason_against(name)
+            or nearest(name.removeprefix(self._prefix), leaves, f"{self._prefix}{{}}={value}", cutoff=0.75)
+        )
+        section = self.keys.get(name.rpartition(".")[0])
+        known = [key for key in self.keys if section is None or key.startswith(section.name)]
+        return ConfigError(f"there is no key `{name}`", where=f"{name} ({place})", allowed=", ".join(known), hint=hint)
 
     def _of_a_run(self, name: str, value: object) -> str | None:
         """Give the override of a run whose key was put into this section; None: it is no key of a run."""
