@@ -87,22 +87,14 @@ def check_limits(config: RunConfig) -> None:
     """
     limits, cost = find_limits(config), config.cost
     if limits and config.checkpoint.every is None:
-        name = next(iter(limits))
-        raise conflict(
-            config,
-            f"train.{name} checkpoint.every",
-            "a run whose budget is used up goes on from its checkpoint, and none is written",
-            allowed="null",
-            hint=f"checkpoint.every=100, or train.{name}=null",
-        )
+        key = f"train.{next(iter(limits))}"
+        what = "a run whose budget is used up goes on from its checkpoint, and none is written"
+        hint = f"checkpoint.every=100, or {key}=null"
+        raise conflict(config, f"{key} checkpoint.every", what, allowed="null", hint=hint)
     if "max_cost" in limits and cost.price_per_hour is None and cost.price_per_kwh is None:
-        raise conflict(
-            config,
-            "train.max_cost cost.price_per_hour cost.price_per_kwh",
-            "nothing is known of what the run costs",
-            allowed="null without a price",
-            hint="cost.price_per_hour=2.5 (of one GPU)",
-        )
+        what, hint = "nothing is known of what the run costs", "cost.price_per_hour=2.5 (of one GPU)"
+        keys = "train.max_cost cost.price_per_hour cost.price_per_kwh"
+        raise conflict(config, keys, what, allowed="null without a price", hint=hint)
 
 
 def used_up(config: RunConfig, name: str, used: float | None, record: RunRecord) -> BudgetError:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import re
 
-from hfdist.config.checks.conflict import misfit
+from hfdist.config.checks.conflict import conflict, misfit
 from hfdist.config.checks.servers import check_servers
 from hfdist.config.data import RowFormat
 from hfdist.config.ranges import DAY_SECONDS
@@ -44,13 +44,9 @@ def check_reinforcement(config: RunConfig) -> None:
         raise error
     trained, read = config.task.trained_prompts, config.train.global_batch_size
     if trained is not None and trained > read:
-        raise ConfigError(
-            "a step cannot train on more prompts than it reads",
-            where="task.trained_prompts",
-            found=f"{trained:,}, with train.global_batch_size={read:,}",
-            allowed="<= train.global_batch_size",
-            hint=f"task.trained_prompts={read}, or a larger train.global_batch_size",
-        )
+        what, keys = "a step cannot train on more prompts than it reads", "task.trained_prompts train.global_batch_size"
+        hint = f"task.trained_prompts={read}, or a larger train.global_batch_size"
+        raise conflict(config, keys, what, allowed="<= train.global_batch_size", hint=hint)
     _check_generators(config)
     check_servers(config)
 
@@ -77,7 +73,7 @@ def _check_rewards(config: RunConfig) -> None:
     if REWARD_MODEL in config.task.rewards and config.task.reward_model is None:
         what, allowed = "it is not said which model gives this reward", "the folder of a reward model"
         hint = "task.reward_model=RUN/model, of a run that trains a reward model"
-        raise ConfigError(what, where="task.reward_model", found="null", allowed=allowed, hint=hint)
+        raise conflict(config, "task.reward_model", what, allowed=allowed, hint=hint)
 
 
 def _check_generators(config: RunConfig) -> None:
@@ -88,19 +84,15 @@ def _check_generators(config: RunConfig) -> None:
         raise error
     if config.task.generators_host is not None and config.task.generators_port is None:
         what, hint = "nobody is let in at this address without a port", "task.generators_port=29700"
-        raise ConfigError(what, where="task.generators_port", found="null", allowed="a port", hint=hint)
+        raise conflict(config, "task.generators_port", what, allowed="a port", hint=hint)
     if config.task.generators_port is not None and config.model.trust_remote_code:
         what = "generators of other machines do not run a model's own Python code"
         hint = "task.generators_port=null, or model.trust_remote_code=false"
-        raise ConfigError(what, where="model.trust_remote_code", found="true", allowed="false", hint=hint)
+        raise conflict(config, "model.trust_remote_code", what, allowed="false", hint=hint)
     if config.task.uses_generators and config.task.sync_every > config.task.max_staleness + 1:
-        raise ConfigError(
-            "generators would wait for a policy that they do not get, and the run for their answers",
-            where="task.sync_every",
-            found=f"{config.task.sync_every}, with task.max_staleness={config.task.max_staleness}",
-            allowed="<= task.max_staleness + 1",
-            hint=f"task.max_staleness={config.task.sync_every - 1}",
-        )
+        what = "generators would wait for a policy that they do not get, and the run for their answers"
+        keys, hint = "task.sync_every task.max_staleness", f"task.max_staleness={config.task.sync_every - 1}"
+        raise conflict(config, keys, what, allowed="<= task.max_staleness + 1", hint=hint)
 
 
 def _check_environment(config: RunConfig) -> None:
@@ -117,13 +109,10 @@ def _check_environment(config: RunConfig) -> None:
             raise ConfigError(what, where="task.rewards", found=ENVIRONMENT, hint=hint)
         return
     if task.uses_generators and task.answer_seconds < task.environment_seconds:
-        raise ConfigError(
-            "a prompt would go to another generator while its environment may still answer",
-            where="task.answer_seconds",
-            found=f"{task.answer_seconds:g}, with task.environment_seconds={task.environment_seconds:g}",
-            allowed=">= task.environment_seconds",
-            hint=f"task.answer_seconds={min(task.max_turns * task.environment_seconds, DAY_SECONDS):g}",
-        )
+        what = "a prompt would go to another generator while its environment may still answer"
+        keys = "task.answer_seconds task.environment_seconds"
+        hint = f"task.answer_seconds={min(task.max_turns * task.environment_seconds, DAY_SECONDS):g}"
+        raise conflict(config, keys, what, allowed=">= task.environment_seconds", hint=hint)
     if task.environment in _COMPARING_ENVIRONMENTS and RowFormat.prompt in config.data.formats.values():
         what = "this environment needs the completion of the row, and prompts alone have none"
         found, hint = f"{task.environment}, with format prompt", "data.format=prompt_completion"
@@ -131,10 +120,7 @@ def _check_environment(config: RunConfig) -> None:
     is_open = task.environment == "openenv"
     if is_open and re.fullmatch(r"wss?://[^/\s]+(/\S*)?", task.environment_url or "") is None:
         what, allowed = "it is not said where the server is", "ws://HOST:PORT/PATH, or wss://"
-        found = json.dumps(task.environment_url)
-        raise ConfigError(
-            what, where="task.environment_url", found=found, allowed=allowed,
-            hint="task.environment_url=ws://127.0.0.1:8000/ws",
-        )  # fmt: skip
+        hint = "task.environment_url=ws://127.0.0.1:8000/ws"
+        raise conflict(config, "task.environment_url", what, allowed=allowed, hint=hint)
     if not is_open and task.environment_url is not None:
         raise misfit(config, "task.environment_url", "null", f"only openenv has a server, not {task.environment}")

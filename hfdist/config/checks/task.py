@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 
-from hfdist.config.checks.conflict import misfit
+from hfdist.config.checks.conflict import conflict, misfit
 from hfdist.config.checks.reinforcement import check_reinforcement
 from hfdist.config.data import LABELLED, LabelsConfig, Packing, PairsConfig, RowFormat, TextsConfig, TooLong, TrainOn
 from hfdist.config.model import Attention
@@ -144,7 +144,7 @@ def _check_teacher(config: RunConfig) -> None:
     if config.task.teacher is None:
         what, hint = "it is not said which model teaches", "task.teacher=RUN/model, or another folder of a model"
         allowed = "the folder of a model with the same tokens"
-        raise ConfigError(what, where="task.teacher", found="null", allowed=allowed, hint=hint)
+        raise conflict(config, "task.teacher", what, allowed=allowed, hint=hint)
     if config.task.on_policy:
         _check_answers(config)
         if config.task.teacher_top_k is not None:
@@ -190,10 +190,8 @@ def _check_rows(config: RunConfig) -> None:
         if not fits:
             what, task = "the task needs rows of another format", f"task.name={config.task.name.value}"
             is_of_others = wanted is None and found in _TASK_FORMATS
-            value = RowFormat.auto.value if is_of_others else allowed.partition(" ")[0].rstrip(",")
-            raise ConfigError(
-                what, where=key, found=f"{found.value}, with {task}", allowed=allowed, hint=f"{key}={value}"
-            )
+            hint = f"{key}={RowFormat.auto.value if is_of_others else allowed.partition(' ')[0].rstrip(',')}"
+            raise ConfigError(what, where=key, found=f"{found.value}, with {task}", allowed=allowed, hint=hint)
 
 
 def _check_pairs(config: RunConfig) -> None:
@@ -214,9 +212,8 @@ def _check_pairs(config: RunConfig) -> None:
 def _check_reward_model(config: RunConfig) -> None:
     adapter = config.adapter
     if adapter.is_used and SCORE not in adapter.modules_to_save:
-        raise misfit(
-            config, "adapter.modules_to_save", f"[{SCORE}]", "the layer that scores is new: it must be trained"
-        )
+        why = "the layer that scores is new: it must be trained"
+        raise misfit(config, "adapter.modules_to_save", f"[{SCORE}]", why)
     if adapter.is_used and adapter.merge:
         raise misfit(config, "adapter.merge", "false", "a reward model is not merged in this version")
 
@@ -243,20 +240,9 @@ def _check_embeddings(config: RunConfig) -> None:
     if task.loss is TaskLoss.cosent and task.mask_duplicates:
         raise misfit(config, "task.mask_duplicates", "false", "cosent compares pairs by their scores alone")
     if any(size < 1 for size in task.matryoshka) or len(set(task.matryoshka)) < len(task.matryoshka):
-        allowed = "numbers of dimensions above 0, each once"
-        hint = "task.matryoshka=[64,128,256]"
-        raise ConfigError(
-            "these are no sizes of an embedding",
-            where="task.matryoshka",
-            found=str(task.matryoshka),
-            allowed=allowed,
-            hint=hint,
-        )
-    if most is not None and 2 * most > config.data.sequence_length:
-        raise ConfigError(
-            "a query and its positive must fit into one sequence",
-            where="data.texts.max_tokens",
-            found=f"{most}, with data.sequence_length={config.data.sequence_length}",
-            allowed=f"<= {config.data.sequence_length // 2}",
-            hint=f"data.texts.max_tokens={config.data.sequence_length // 2}",
-        )
+        what, allowed = "these are no sizes of an embedding", "numbers of dimensions above 0, each once"
+        raise conflict(config, "task.matryoshka", what, allowed=allowed, hint="task.matryoshka=[64,128,256]")
+    half = config.data.sequence_length // 2
+    if most is not None and most > half:
+        what, keys = "a query and its positive must fit into one sequence", "data.texts.max_tokens data.sequence_length"
+        raise conflict(config, keys, what, allowed=f"<= {half}", hint=f"data.texts.max_tokens={half}")
