@@ -56,13 +56,10 @@ def _check_address(task: TaskConfig) -> None:
 
     if host in ("localhost", LOOPBACK, "::1") or os.environ.get(SECRET):
         return
-    raise ConfigError(
-        "whoever reaches this address could answer the run's prompts, and read its model",
-        where="task.generators_host",
-        found=f"{host}, without {SECRET}",
-        allowed=f"{LOOPBACK}, or any with a secret",
-        hint=f"the same {SECRET} in the environment of the run and of its generators",
-    )
+    what = "whoever reaches this address could answer the run's prompts, and read its model"
+    found, allowed = f"{host}, without {SECRET}", f"{LOOPBACK}, or any with a secret"
+    hint = f"the same {SECRET} in the environment of the run and of its generators"
+    raise ConfigError(what, where="task.generators_host", found=found, allowed=allowed, hint=hint)
 
 
 def _check_packages(config: RunConfig) -> None:
@@ -84,12 +81,8 @@ def _check_packages(config: RunConfig) -> None:
 def _need(module: str, package: str, key: str, value: object, *, instead: str) -> None:
     """Raise a ConfigError of a value that needs a module, where that is not installed; `instead` needs none."""
     if importlib.util.find_spec(module) is None:
-        raise ConfigError(
-            "this value needs a package that is not installed",
-            where=key,
-            found=f"{value}, without {module}",
-            hint=f"pip install {package}, or {key}={instead}",
-        )
+        what, hint = "this value needs a package that is not installed", f"pip install {package}, or {key}={instead}"
+        raise ConfigError(what, where=key, found=f"{value}, without {module}", hint=hint)
 
 
 def plan_run(config: RunConfig, *, world_size: int | None = None, rank: int = 0) -> tuple[Topology, BatchPlan]:

@@ -121,13 +121,10 @@ def _check_padded_rows(config: RunConfig) -> None:
             raise misfit(config, "evaluate.lm_eval", "[]", "the harness asks for the next tokens of a text")
     # Written with six digits, shares of 1 may add up to a little more.
     if task.mask_replace_prob + task.random_replace_prob > 1 + 1e-6:
-        raise ConfigError(
-            "these are shares of the same tokens",
-            where="task.mask_replace_prob, task.random_replace_prob",
-            found=f"{task.mask_replace_prob:g} + {task.random_replace_prob:g}",
-            allowed="a sum of 1 at the most",
-            hint=f"task.random_replace_prob={1 - task.mask_replace_prob:g}",
-        )
+        what, where = "these are shares of the same tokens", "task.mask_replace_prob, task.random_replace_prob"
+        found = f"{task.mask_replace_prob:g} + {task.random_replace_prob:g}"
+        hint = f"task.random_replace_prob={1 - task.mask_replace_prob:g}"
+        raise ConfigError(what, where=where, found=found, allowed="a sum of 1 at the most", hint=hint)
 
 
 def _check_loss(config: RunConfig) -> None:
