@@ -100,9 +100,8 @@ def _missing_config(error: MissingConfigException, request: Request) -> ConfigEr
         names = {path for folder in request.folders for path in list_options(folder, ".")}
         where = f"--config-name ({COMMAND_LINE})" if name == request.config_name else f"defaults list: {name}"
         hint = nearest(name, sorted(names), "--config-name {}")
-        return ConfigError(
-            "there is no such primary config", where=where, found=name, allowed=", ".join(sorted(names)), hint=hint
-        )
+        what, allowed = "there is no such primary config", ", ".join(sorted(names))
+        return ConfigError(what, where=where, found=name, allowed=allowed, hint=hint)
     if name == request.config_name and os.path.isfile(f"{name}.yaml"):
         what, hint = "a primary config by its name lies in the folder of --config-dir", f"--config {name}.yaml"
         return ConfigError(what, where=f"--config-name ({COMMAND_LINE})", found=name, hint=hint)
