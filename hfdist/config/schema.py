@@ -162,8 +162,8 @@ def _field_docstrings(cls: type) -> Mapping[str, str]:
     """Give the first paragraph of the docstring below each field; Python keeps none, so it is read off the source."""
     found = {}
     for field, after in itertools.pairwise(_classes_of(cls.__module__)[cls.__name__].body):
-        words = after.value if isinstance(field, ast.AnnAssign) and isinstance(after, ast.Expr) else None
-        if isinstance(words, ast.Constant):
+        words = after.value if isinstance(after, ast.Expr) else None
+        if isinstance(field, ast.AnnAssign) and isinstance(words, ast.Constant):
             found[ast.unparse(field.target)] = " ".join(inspect.cleandoc(str(words.value)).partition("\n\n")[0].split())
     return found
 

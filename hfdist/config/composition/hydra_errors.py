@@ -139,9 +139,9 @@ def _bad_value(
         return explain_interpolation(cause)
     key, value = _key_and_value(cause, override, request)
     if key.startswith("task.rewards."):
-        what, found = "a reward has a weight", f"{key.removeprefix('task.rewards.')}: {value}"
-        hint = OWN_REWARD if ".py" in found else None
-        return ConfigError(what, where="task.rewards", found=found, allowed="{NAME: WEIGHT}", hint=hint)
+        reward = f"{key.removeprefix('task.rewards.')}: {value}"
+        what, hint = "a reward has a weight", OWN_REWARD if ".py" in reward else None
+        return ConfigError(what, where="task.rewards", found=reward, allowed="{NAME: WEIGHT}", hint=hint)
     place = _place(error, override, key, request)
     is_in_file = override is None and not place.startswith(COMMAND_LINE)
     allowed, options = allowed_for(key), request.groups().get(key, [])
