@@ -11,6 +11,7 @@ from transformers import AutoConfig
 from hfdist.config.composition.compose import compose_config
 from hfdist.config.conf_folder import list_options, shipped_folder
 from hfdist.config.hardware import CPU, match_device, read_hardware
+from hfdist.config.plan import compose_plan
 from hfdist.config.train import Precision
 from hfdist.errors import ConfigError
 from hfdist.planning import machines
@@ -78,6 +79,16 @@ def test_a_peak_is_that_of_the_precision(shipped):
     # Without units for it bf16 is computed as float32 is.
     assert v100.peak_flops(Precision.bf16) == v100.peak_flops(Precision.fp32) == 15.7e12
     assert v100.half_flops == 125e12
+
+
+def test_a_name_that_no_file_can_have_is_unknown():
+    with pytest.raises(ConfigError, match="there is no such hardware"):
+        read_hardware("a" * 300)
+
+
+def test_a_number_that_no_float_holds_is_refused():
+    with pytest.raises(ConfigError, match="does not fit"):
+        compose_plan([f"plan.memory_gib={'1' * 400}"])
 
 
 def test_an_unknown_name_gets_the_nearest():
