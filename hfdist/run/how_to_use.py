@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+from hfdist.config.data import ProblemType
 from hfdist.config.task import Head, TaskName
 from hfdist.models.heads import HEADS, IMAGE_TEXT, is_type
 from hfdist.run.ending import Ending
@@ -26,11 +27,21 @@ def describe_use(end: Ending) -> list[str]:
     reads_images = end.model_type not in HEADS[head].by_type and is_type(head, end.model_type)
     name = (IMAGE_TEXT if reads_images else HEADS[head]).auto.__name__
     imports = [f"from transformers import {name}, AutoTokenizer"]
-    if end.config.adapter.is_used and not (end.folder / "config.json").is_file():
-        name = name.replace("AutoModel", "AutoPeftModel")
-        imports = ["from transformers import AutoTokenizer", f"from peft import {name}"]
     load = f"model, tokenizer = (auto.from_pretrained({folder}) for auto in ({name}, AutoTokenizer))"
+    if end.config.adapter.is_used and not (end.folder / "config.json").is_file():
+        # PEFT has no class for models of image and text, and transformers' opens adapters, too.
+        if not reads_images:
+            name = name.replace("AutoModel", "AutoPeftModel")
+            imports = ["from transformers import AutoTokenizer", f"from peft import {name}"]
+        labels = f", num_labels={_num_labels(end)}" if head is Head.score or head.gives_labels else ""
+        load = f"model, tokenizer = {name}.from_pretrained({folder}{labels}), AutoTokenizer.from_pretrained({folder})"
     return [*imports, load, *(_generate(end) if head in (Head.tokens, Head.targets) else _score())]
+
+
+def _num_labels(end: Ending) -> int:
+    """Count the numbers that the model gives, which the config of an adapter's base does not say."""
+    labels = end.config.data.labels
+    return 1 if labels.problem_type is ProblemType.regression else max(len(labels.names), 1)
 
 
 def _embed(folder: str) -> list[str]:

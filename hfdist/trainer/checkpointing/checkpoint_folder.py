@@ -7,7 +7,7 @@ from pathlib import Path
 
 from hfdist.checkpoint import Keep, find_newest, prune, verify_together
 from hfdist.checkpoint.folder import by_held_out_loss, list_checkpoints, original_name, remove_unfinished, step_name
-from hfdist.collectives import on_rank_zero
+from hfdist.collectives import on_all_ranks, on_rank_zero
 from hfdist.records import RunFolder
 from hfdist.trainer.checkpointing.find import check_is_checkpoint, first_sound, newest_of
 from hfdist.trainer.checkpointing.save_options import SaveOptions
@@ -79,7 +79,7 @@ class CheckpointFolder:
         if asked is True:
             return str(newest_of(self.path))
         path = Path(str(asked))
-        check_is_checkpoint(path)
+        on_all_ranks(lambda: check_is_checkpoint(path), is_told=False)
         if not self._is_of_run:
             # A run has verified what it gives.
             verify_together(path)

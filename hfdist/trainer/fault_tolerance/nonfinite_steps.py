@@ -19,6 +19,7 @@ import torch
 from hfdist.checkpoint import Replicas
 from hfdist.collectives import gather_json, world_size
 from hfdist.errors import NumericsError
+from hfdist.optim.rates import rate_of, set_rate
 from hfdist.trainer.checkpointing.checkpointer import Checkpointer
 from hfdist.trainer.checkpointing.trainer_state import read_trainer_state
 from hfdist.trainer.fault_tolerance.bit_comparison import find_differences
@@ -101,7 +102,7 @@ class NonfiniteGuard:
         self._is_finite = math.isfinite(norm) and norm >= 0
         if not self._is_finite:
             scheduler = self._training.schedule
-            rates = [group["lr"] for group in scheduler.optimizer.param_groups]
+            rates = [rate_of(group) for group in scheduler.optimizer.param_groups]
             self._schedule_before = copy.deepcopy(scheduler.state_dict()), rates
             # Optimizers pass over parameters without gradients: no moment, step count or weight decay moves.
             self._training.optimizer.zero_grad(set_to_none=True)
@@ -143,7 +144,7 @@ class NonfiniteGuard:
         state, rates = self._schedule_before
         training.schedule.load_state_dict(state)
         for group, rate in zip(training.schedule.optimizer.param_groups, rates, strict=True):
-            group["lr"] = rate
+            set_rate(group, rate)
         own = [training.strategy.topology.data_rank, bool(torch.isfinite(trainer._tr_loss))]
         data_ranks = tuple(sorted({data_rank for data_rank, is_finite in gather_json(own) if not is_finite}))
         if training.args.fp16 and not data_ranks and self._loss_scale() > LEAST_LOSS_SCALE:
