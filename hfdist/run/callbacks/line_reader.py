@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Mapping
 
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
 
-class LineReader(TrainerCallback):
+class LineReader(TrainerCallback, ABC):
     """Reads each line that the Trainer logs: of training, of an evaluation, of a save or of an upload."""
 
     def on_log(
