@@ -89,8 +89,8 @@ class OptimizerChanges(TrainerCallback):
             zip(scheduler.optimizer.param_groups, self._first_rates, strict=True)
         ):
             # In this order, so that a power of two stays one.
-            scheduler.base_lrs[number] = peak * (first_rate / self._config.lr)
-            set_rate(group, scheduler.base_lrs[number] * scheduler.lr_lambdas[number](scheduler.last_epoch))
+            base = scheduler.base_lrs[number] = peak * (first_rate / self._config.lr)
+            set_rate(group, base * scheduler.lr_lambdas[number](scheduler.last_epoch))
         scheduler._last_lr = [group["lr"] for group in scheduler.optimizer.param_groups]
 
 

@@ -89,7 +89,7 @@ class Optimizers:
             return ready
 
         # An attribute of the object, so that what an override of the class makes is made ready, too.
-        trainer.create_optimizer = create_optimizer  # type: ignore[method-assign]
+        trainer.create_optimizer = create_optimizer  # type: ignore[method-assign, assignment]
         try:
             yield
         finally:

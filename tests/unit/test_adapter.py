@@ -19,6 +19,7 @@ from peft import (
 from safetensors.torch import save_file
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
+from tokenizers.processors import TemplateProcessing
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from hfdist.checkpoint import read_checkpoint
@@ -29,7 +30,7 @@ from hfdist.models.adapter import check_adapted, wrap_model
 from hfdist.models.partitioning import Partitioning
 from hfdist.models.peft_config import check_adapter, reads_weights
 from hfdist.models.trainable import freeze_by_name
-from hfdist.run.parts.sample import SamplePart
+from hfdist.run.parts.sample import SamplePart, _find_question
 from hfdist.strategies.pieces import list_pieces
 from hfdist.trainer.checkpointing.model_files import adapter_pieces, check_adapter_names, write_adapter_config
 from tests.unit.pipeline import toys
@@ -156,6 +157,7 @@ def test_an_adapter_that_is_not_merged_writes_a_sample(base, tmp_path, caplog):
     save_adapter(model, tmp_path / "adapter")
     config = compose(base, "adapter=lora", "adapter.merge=false", "report.sample_prompt=a", "report.sample_tokens=3")
     words = Tokenizer(WordLevel({"</s>": 0, "a": 1}, unk_token="a"))
+    words.post_processor = TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 0)])
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="</s>")
     run = SimpleNamespace(
         config=config,
@@ -168,6 +170,7 @@ def test_an_adapter_that_is_not_merged_writes_a_sample(base, tmp_path, caplog):
     with caplog.at_level(logging.INFO, logger="hfdist"):
         SamplePart().finish(run)
     assert f"{tmp_path / 'adapter'} continues 'a':\n" in caplog.text
+    assert _find_question(run).prompt == [1], "nothing comes after the end of a text"
 
 
 def test_the_same_seed_gives_the_same_adapter_and_another_another(base):

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from hfdist.config.run import Chat
 from hfdist.config.task import Head
 from hfdist.data.documents.examples import Example, take_examples
 from hfdist.data.tokenization.pair_encoder import PairEncoder
 from hfdist.models.heads import head_class
 from hfdist.run.parts.part import Part, warning_of_failure
 from hfdist.run.state import RunState
+from hfdist.trainer.evaluation.generation import encode_prompts
 
 logger = logging.getLogger(__name__)
 
@@ -61,8 +63,10 @@ def _find_question(run: RunState) -> _Question | None:
     config, tokenizer, folder = run.config, run.data.tokenizer, run.outcome.folder
     prompt, traits = config.report.sample_prompt, config.task.name.traits
     if prompt is not None:
-        is_source = traits.head is Head.targets
-        ids = PairEncoder(tokenizer, config.data.pairs).source(prompt) if is_source else tokenizer(prompt)["input_ids"]
+        if traits.head is Head.targets:
+            ids = PairEncoder(tokenizer, config.data.pairs).source(prompt)
+        else:
+            [ids] = encode_prompts(tokenizer, [prompt], Chat.never, config.data.chat)
         return _Question(ids, f"{folder} continues {prompt!r}")
     example = held_out_example(run)
     if example is None or traits.is_reinforcement:
@@ -89,13 +93,14 @@ def sample(
 ) -> str:
     """Let a model, as it was opened, continue `prompt`: freely, by top-k sampling with a fixed seed, or greedily."""
     choice = {"do_sample": True, "top_k": 40, "temperature": 0.8} if is_free else {"do_sample": False}
+    generate: Any = model.generate
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     # The end of a prompt asks.
     room = max(positions - num_tokens, 1) if isinstance(positions, int) and positions > 0 else len(prompt)
     inputs = torch.tensor([list(prompt)[-room:]])
     with torch.random.fork_rng(), torch.no_grad():
         torch.manual_seed(0)
-        output = model.generate(
+        output = generate(
             input_ids=inputs,
             attention_mask=torch.ones_like(inputs),
             max_new_tokens=num_tokens,
@@ -110,6 +115,7 @@ def write_target(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, source: Sequence[int], num_tokens: int
 ) -> str:
     """Let an encoder-decoder write the target of `source`, as its generation config has it."""
+    generate: Any = model.generate
     with torch.no_grad():
-        output = model.generate(input_ids=torch.tensor([list(source)]), max_new_tokens=num_tokens)
+        output = generate(input_ids=torch.tensor([list(source)]), max_new_tokens=num_tokens)
     return str(tokenizer.decode(output[0], skip_special_tokens=True))

@@ -23,7 +23,8 @@ class OptimizerChangesPart(Part):
 
     def check(self, config: RunConfig, topology: Topology) -> None:
         """Check that the optimizer has the values that change."""
-        check_changes(config.optimizer)
+        if config.optimizer.changes:
+            check_changes(config.optimizer)
 
     def callbacks(self, run: RunState) -> Sequence[TrainerCallback]:
         """Change them, if there are changes."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from typing import Any, cast
+from typing import Any
 
 from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 
@@ -44,12 +44,12 @@ def restore_schedule(scheduler: LRScheduler, saved: Mapping[str, Any]) -> None:
         for group, rate in zip(scheduler.optimizer.param_groups, rates, strict=True):
             set_rate(group, float(rate))
     elif state is not None:
-        scheduler.load_state_dict(cast(dict[str, Any], _typed_as(scheduler.state_dict(), state["scheduler"])))
+        scheduler.load_state_dict(_typed_as(scheduler.state_dict(), state["scheduler"]))
         for group, settings in zip(scheduler.optimizer.param_groups, state["groups"], strict=True):
             group.update(_typed_as(group, settings))
 
 
-def _typed_as(model: object, value: object) -> object:
+def _typed_as(model: object, value: object) -> Any:
     """Undo what JSON does to a value that was like `model`: keys become texts, tuples lists, counters dicts."""
     if isinstance(model, dict) and isinstance(value, dict):
         keys = {str(key): key for key in model}
