@@ -35,9 +35,9 @@ def fit_sft(trainer: EngineTrainer) -> None:
     # It divides by the targets of the global batch, whatever the model's forward takes: count them.
     trainer.model_accepts_loss_kwargs = True
     trainer.weighted_loss.convention = _CONVENTION
-    own: Any = trainer
+    sft: Any = trainer
     # It would add the loss over routers of each micro batch.
-    own.aux_loss_enabled = False
+    sft.aux_loss_enabled = False
     # Of the stages of a pipeline only this path of TRL's forward runs their own blocks.
     trainer.router_loss.options = {"fused_lm_head": True}
     if not trainer.engine.runs_whole_model and getattr(trainer.data_collator, "padding_free", False):
@@ -77,13 +77,13 @@ def share_metrics(trainer: EngineTrainer) -> None:
     """Give all ranks of a pipeline the metrics of an SFTTrainer; do nothing to any other. A collective."""
     if trainer.engine is None or trainer.engine.runs_whole_model or not is_sft(type(trainer)):
         return
-    own: Any = trainer
-    mode = "train" if own.model.training else "eval"
+    sft: Any = trainer
+    mode = "train" if sft.model.training else "eval"
     # Only those of this mode: shared metrics of the other mode would stay here, and count as this rank's own.
-    shared = _shared(own._metrics[mode], own._total_train_tokens)
+    shared = _shared(sft._metrics[mode], sft._total_train_tokens)
     if shared is not None:
-        metrics, own._total_train_tokens = shared
-        own._metrics[mode].update(metrics)
+        metrics, sft._total_train_tokens = shared
+        sft._metrics[mode].update(metrics)
 
 
 def _shared(metrics: dict[str, list[float]], num_tokens: float) -> tuple[dict[str, list[float]], float] | None:

@@ -32,7 +32,7 @@ from hfdist.strategies.engine import Batch, Engine
 from hfdist.trainer.accelerator import adapt_accelerator
 from hfdist.trainer.checkpointing.checkpointer import Checkpointer
 from hfdist.trainer.checkpointing.log_history import drop_old
-from hfdist.trainer.checkpointing.trainer_state import intervals_of
+from hfdist.trainer.checkpointing.trainer_state import with_intervals_of
 from hfdist.trainer.data_errors import check_eval_data, no_step_in_pass, nothing_to_train_on
 from hfdist.trainer.engine_setup import build_engine, check_has_logits, distribute, find_strategy
 from hfdist.trainer.engine_trainer import EngineTrainer
@@ -242,7 +242,7 @@ class DistributedTrainerMixin(_Trainer):
         args = max_steps, steps_per_epoch, num_epochs, resume_from_checkpoint, trial
         if self.engine is None or resume_from_checkpoint is None:
             return super()._init_training_state(*args)
-        with intervals_of(Path(resume_from_checkpoint), self.args):
+        with with_intervals_of(Path(resume_from_checkpoint), self.args):
             begun = super()._init_training_state(*args)
         # The values of this training; the original would keep those of the checkpoint.
         self.state.train_batch_size = self.args.per_device_train_batch_size
@@ -516,7 +516,7 @@ class DistributedTrainerMixin(_Trainer):
         elif self.engine is not None:
             # The original takes any line for that of the step, which then would be missing on this rank alone.
             self.control.should_log = is_due
-        if self.options.run_values is not None:
+        if self.options.is_run:
             # A run logs each step: a million lines take half a GB of memory, and more with many saves.
             drop_old(self.state.log_history)
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
+from torch.optim.lr_scheduler import LambdaLR
 from transformers import TrainerControl, TrainerState
 
 from hfdist.errors import ConfigError
@@ -145,6 +146,24 @@ def test_a_watch_knows_when_an_evaluation_that_was_put_off_comes(tmp_path):
     assert guard.was_taken
     assert control.should_evaluate
     assert watch.progress.exempt == EVALUATING
+
+
+def test_a_skipped_step_takes_back_a_rate_that_is_a_tensor():
+    guard = guard_of(zero_engine()[0])
+    training, weight = guard._training, torch.nn.Parameter(torch.ones(1))
+    training.optimizer = torch.optim.SGD([weight], lr=torch.tensor(1.0))
+    training.model, training.schedule = torch.nn.Linear(1, 1), LambdaLR(training.optimizer, lambda step: 0.5**step)
+    training.args, training.state = SimpleNamespace(fp16=False), TrainerState(global_step=1)
+    training.control, training.num_samples = TrainerControl(), lambda: 0
+    training.strategy = SimpleNamespace(topology=SimpleNamespace(data_rank=0))
+    training.trainer = SimpleNamespace(_tr_loss=torch.tensor(torch.nan), _globalstep_last_logged=0)
+    guard.begin_step()
+    guard.judge(torch.tensor(torch.nan))
+    training.optimizer.step()
+    training.schedule.step()
+    assert not guard.end_step()
+    assert float(training.optimizer.param_groups[0]["lr"]) == 1.0
+    assert isinstance(training.optimizer.param_groups[0]["lr"], torch.Tensor)
 
 
 def test_a_step_that_looks_for_a_loss_scale_is_not_taken_though_nothing_is_wrong():

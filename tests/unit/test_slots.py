@@ -7,7 +7,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 from hfdist.models.cache_check import find_cache_problem
 from hfdist.models.slot_cache import SlotCache, _Keys
 from hfdist.topology import Topology
-from hfdist.trainer.generation.continuation import can_generate, continue_rows
+from hfdist.trainer.generation.continuation import can_use_cache, continue_rows
 from hfdist.trainer.generation.limits import GenerationLimits
 from hfdist.trainer.generation.sampling import Sampling, TokenLogProbabilities, make_score
 from hfdist.trainer.generation.score import likeliest
@@ -51,7 +51,7 @@ def answer(model, prompts=PROMPTS, seeds=None, slots=3, record=None, **limits):
 def test_slots_give_the_tokens_of_generate(kind):
     # Of gemma3n's blocks, half take keys of others.
     model = tiny_model(kind, 6 if kind == "gemma3n_text" else 4).eval()
-    assert can_generate(model, Topology())
+    assert can_use_cache(model, Topology())
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -69,7 +69,7 @@ def test_slots_give_the_tokens_of_generate(kind):
 def test_models_that_read_what_pads_rows_or_keep_something_else_do_without(kind, caplog):
     model = tiny_model(kind)
     assert find_cache_problem(model)
-    assert not can_generate(model, Topology())
+    assert not can_use_cache(model, Topology())
     assert "without a cache" in caplog.text
 
 

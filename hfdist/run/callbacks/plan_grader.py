@@ -66,8 +66,9 @@ class PlanGrader(TrainerCallback):
         """Write the plan on rank 0."""
         self._first_step = state.global_step
         if state.is_world_process_zero:
-            # Of an earlier start.
-            self._folder.grade.unlink(missing_ok=True)
+            with _warning(self._folder.grade.name):
+                # Of an earlier start.
+                self._folder.grade.unlink(missing_ok=True)
         if self._plan is not None:
             with _warning(self._folder.plan.name):
                 _write(self._folder.plan, self._plan.to_json())

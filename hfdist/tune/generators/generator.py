@@ -23,7 +23,7 @@ from hfdist.models.stacked_experts import use_products
 from hfdist.models.tokenizer import load_pretrained_tokenizer
 from hfdist.strategies.engine import Batch, Value
 from hfdist.topology import Topology
-from hfdist.trainer.generation.continuation import can_generate
+from hfdist.trainer.generation.continuation import can_use_cache
 from hfdist.trainer.generation.sampling import Sampler, Sampling
 from hfdist.tune.acting import Acting
 from hfdist.tune.answer import Answer
@@ -60,7 +60,7 @@ class Generator:
             limits=settings.limits,
             sampling=Sampling.of(self._config.task),
             topology=Topology(),
-            uses_cache=can_generate(self._model, Topology()),
+            uses_cache=can_use_cache(self._model, Topology()),
             records=True,
         )
         self._acting: Acting | None = None
