@@ -19,12 +19,15 @@ from tests.distributed.island_runs import run_islands
 from tests.distributed.runs import eval_losses, pretrain, weights
 from tests.imports import import_all
 
-NUM_ISLANDS, BATCH = 4, 4
+NUM_ISLANDS, NUM_STEPS, BATCH = 4, 400, 4
 MOST_SECONDS = 1800
-INNER = (1.5e-3, 3e-3, 6e-3)
-OUTER = ((0.4, 0.8), (0.7, 0.8), (1.0, 0.5))
-"""Rates and momenta."""
-COMMON = ("train.micro_batch_size=4", "data.eval_sequences=64", "data.lanes=48", "optimizer.warmup_steps=20")
+COMMON = (
+    f"train.max_steps={NUM_STEPS}",
+    "train.micro_batch_size=4",
+    "data.eval_sequences=64",
+    "data.lanes=48",
+    "optimizer.warmup_steps=20",
+)
 
 
 @dataclass(frozen=True)
@@ -41,8 +44,10 @@ def _ways(*intervals: int) -> tuple[Way, ...]:
         *(Way(f"averaging, H = {every}", ("islands=local_sgd", f"islands.every={every}"), tunes_outer=False)
           for every in intervals),
         *(Way(f"DiLoCo, H = {every}", ("islands=diloco", f"islands.every={every}")) for every in intervals),
-        Way("streaming, H = 100, int8", ("islands=streaming", "islands.every=100", "islands.codec=int8")),
     )  # fmt: skip
+
+
+STREAMING = Way("streaming, H = 100, int8", ("islands=streaming", "islands.every=100", "islands.codec=int8"))
 
 
 @dataclass(frozen=True)
@@ -51,15 +56,18 @@ class Table:
 
     name: str
     """Of its marks."""
-    num_steps: int
     ways: tuple[Way, ...]
+    inner: tuple[float, ...]
+    """Rates."""
+    outer: tuple[tuple[float, float], ...]
+    """Rates and momenta."""
     steps_before: int = 0
     """Steps of one process with the batch of all, after which all begin; 0: with random weights."""
 
 
 TABLES = (
-    Table("losses", 400, _ways(10, 50, 100)),
-    Table("losses from a trained start", 1000, _ways(25, 100), steps_before=1000),
+    Table("losses", (*_ways(10, 50, 100), STREAMING), (1.5e-3, 3e-3, 6e-3), ((0.4, 0.8), (0.7, 0.8), (1.0, 0.5))),
+    Table("losses from a trained start", _ways(25, 100), (7.5e-4, 1.5e-3), ((0.7, 0.8), (1.0, 0.5)), steps_before=1000),
 )
 
 
@@ -74,9 +82,9 @@ class Arm:
     """By each island, in the whole run."""
 
 
-def arms_of(way: Way, common: Sequence[str]) -> Iterator[Arm]:
+def arms_of(way: Way, table: Table, common: Sequence[str]) -> Iterator[Arm]:
     """Train with all rates; `common`: overrides of all runs of the table."""
-    for lr, outer in itertools.product(INNER, OUTER if way.tunes_outer else (None,)):
+    for lr, outer in itertools.product(table.inner, table.outer if way.tunes_outer else (None,)):
         rates = () if outer is None else (f"islands.outer_lr={outer[0]}", f"islands.outer_momentum={outer[1]}")
         with tempfile.TemporaryDirectory() as folder:
             sizes = (f"train.global_batch_size={BATCH}", f"optimizer.lr={lr}")
@@ -87,14 +95,14 @@ def arms_of(way: Way, common: Sequence[str]) -> Iterator[Arm]:
             yield Arm(lr, outer, eval_losses(one)[-1], sent)
 
 
-def arms_of_ddp(num_steps: int, common: Sequence[str]) -> Iterator[Arm]:
+def arms_of_ddp(table: Table, common: Sequence[str]) -> Iterator[Arm]:
     """One process with the batch of all: what ddp trains, bit by bit or nearly."""
-    for lr in INNER:
+    for lr in table.inner:
         with tempfile.TemporaryDirectory() as folder:
             run = _train_alone(Path(folder) / "run", lr, *common)
             num_elements = sum(value.numel() for value in weights(run).values())
             ring = 2 * (NUM_ISLANDS - 1) / NUM_ISLANDS * 4 * num_elements
-            yield Arm(lr, None, eval_losses(run)[-1], ring * num_steps)
+            yield Arm(lr, None, eval_losses(run)[-1], ring * NUM_STEPS)
 
 
 def _train_alone(folder: Path, lr: float, *overrides: str) -> Path:
@@ -104,12 +112,11 @@ def _train_alone(folder: Path, lr: float, *overrides: str) -> Path:
 
 def _begin(table: Table, folder: Path) -> tuple[str, ...]:
     """Train what all begin with, if anything, and give the overrides of all runs of a table."""
-    common = (*COMMON, f"train.max_steps={table.num_steps}")
     if not table.steps_before:
-        return common
-    run = _train_alone(folder, INNER[1], *COMMON, f"train.max_steps={table.steps_before}")
+        return COMMON
+    run = _train_alone(folder, table.inner[-1] * 2, *COMMON, f"train.max_steps={table.steps_before}")
     # In another order than before.
-    return (*common, "model=hub", f"model.name={RunFolder(run).model}", "data.seed=1")
+    return (*COMMON, "model=hub", f"model.name={RunFolder(run).model}", "data.seed=1")
 
 
 def rows_of(rows: dict[str, list[Arm]]) -> str:
@@ -131,9 +138,9 @@ def rows_of(rows: dict[str, list[Arm]]) -> str:
 def fill(page: Path, table: Table, folder: Path) -> None:
     """Train all runs of a table, and write each row into the page once it is there."""
     common = _begin(table, folder)
-    found = {"ddp": list(arms_of_ddp(table.num_steps, common))}
+    found = {"ddp": list(arms_of_ddp(table, common))}
     for way in table.ways:
-        found[way.name] = list(arms_of(way, common))
+        found[way.name] = list(arms_of(way, table, common))
         write(page, rows_of(found), f"<!-- {table.name}: begin -->", f"<!-- {table.name}: end -->")
 
 
