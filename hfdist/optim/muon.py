@@ -137,11 +137,14 @@ def stacks_of_experts(model: nn.Module) -> Iterator[nn.Parameter]:
 def embeddings_and_heads(model: nn.Module) -> set[int]:
     """Give the ids of the parameters of all embeddings, and of the heads of any task: logits, labels, scores, values.
 
-    A head is what a model of transformers, perhaps in a wrapper, has outside of its `base_model`.
+    A head is what a model of transformers, perhaps in a wrapper, has outside of its `base_model`, or gives as its head.
     """
     embeddings = (module for module in model.modules() if isinstance(module, nn.Embedding))
     apart = {id(parameter) for module in embeddings for parameter in module.parameters()}
     for outermost in islice((module for module in model.modules() if isinstance(module, PreTrainedModel)), 1):
         inner: nn.Module = outermost.base_model
         apart |= {*map(id, outermost.parameters())} - {*map(id, inner.parameters())}
+        # Some classes do not say what their base model is.
+        if (head := outermost.get_output_embeddings()) is not None:
+            apart |= {*map(id, head.parameters())}
     return apart
