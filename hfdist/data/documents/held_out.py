@@ -79,8 +79,9 @@ class HeldOutImages(Dataset[dict[str, torch.Tensor]]):
     documents, with what `packed_row` gives.
     """
 
-    def __init__(self, rows: NDArray[np.int32], reader: ImageReader, images: ImageTokens) -> None:
-        self._rows, self._reader, self._images = rows, reader, images
+    def __init__(self, rows: NDArray[np.int32], corpus: Corpus, images: ImageTokens, config: DataConfig) -> None:
+        self._rows, self._images, self._reader = rows, images, ImageReader(corpus, images, config)
+        self._corpus, self._keeps_columns = corpus, config.keep_columns
         self._are_pairs = bool(len(rows)) and len(begin(rows[0][2 : 2 + rows[0][1]])) > 0
 
     def __len__(self) -> int:
@@ -89,6 +90,15 @@ class HeldOutImages(Dataset[dict[str, torch.Tensor]]):
     def has_image(self, index: int) -> bool:
         """Whether an item has an image, which this does not decode."""
         return bool(are_images(self._rows[index][2:]).any())
+
+    def images(self, index: int) -> dict[str, torch.Tensor]:
+        """Give what a forward takes of the images of an item, which is one document."""
+        return {name: values for name, values in self[index].items() if name not in self._images.text_names}
+
+    def columns(self, index: int) -> Iterator[Mapping[str, object]]:
+        """Give the other columns of the row of an item; nothing at all without them."""
+        if self._keeps_columns:
+            yield from self._corpus.columns([int(self._rows[index][0])]).values()
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         document, num_tokens = self._rows[index][:2].tolist()
@@ -143,7 +153,7 @@ def build_held_out(
     path = cache_dir(config) / "held_out" / f"{key}.npy"
     if images is not None:
         rows = cached_array(path, lambda: _take_each(corpus, encoders, config))
-        return HeldOutImages(rows, ImageReader(corpus, images, config), images)
+        return HeldOutImages(rows, corpus, images, config)
     return HeldOut(cached_array(path, lambda: _pack(corpus, encoders, config, one_each)), corpus, one_each=one_each)
 
 

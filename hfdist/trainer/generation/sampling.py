@@ -20,6 +20,7 @@ from hfdist.topology import Topology
 from hfdist.trainer.generation.continuation import continue_rows
 from hfdist.trainer.generation.gumbel import gumbel_noise, split_seeds
 from hfdist.trainer.generation.limits import GenerationLimits
+from hfdist.trainer.generation.row_images import RowImages
 from hfdist.trainer.generation.score import BUDGETS, ROWS, Score, likeliest
 
 _KEYS = "keys"
@@ -89,6 +90,7 @@ class Sampler:
         rows_at_once: int,
         before: Sequence[int] | None = None,
         budgets: Sequence[int] | None = None,
+        images: RowImages | None = None,
     ) -> list[Drawn]:
         """Draw a continuation of each row of this data rank. All ranks call it.
 
@@ -102,6 +104,7 @@ class Sampler:
             rows_at_once: the most rows of a data rank in a forward.
             before: see `make_score`.
             budgets: the most new tokens of each row; None: those of the limits.
+            images: those of the rows; None: the run has none.
 
         Returns:
             The new tokens, on all ranks of the model replica.
@@ -121,6 +124,7 @@ class Sampler:
             self.limits,
             score=score if recorded is None else recorded.recording(score),
             extras=extras,
+            images=images,
             topology=self.topology,
             rows_at_once=rows_at_once,
             uses_cache=self.uses_cache,

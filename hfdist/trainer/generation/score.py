@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -30,3 +30,13 @@ def logits_of(outputs: Any) -> torch.Tensor:
     """Give the logits among a model's outputs, of shape [rows, tokens, vocabulary]."""
     logits: torch.Tensor = outputs["logits"] if isinstance(outputs, dict) else outputs[0]
     return logits
+
+
+def never(score: Score, tokens: Collection[int]) -> Score:
+    """Give a score by which these tokens are not chosen."""
+
+    def without(logits: torch.Tensor, extras: Batch, num_before: int | torch.Tensor) -> torch.Tensor:
+        left_out = torch.tensor(sorted(tokens), device=logits.device)
+        return score(logits.index_fill(-1, left_out, -torch.inf), extras, num_before)
+
+    return without
