@@ -61,6 +61,7 @@ def find_images(
     _check_layout(config)
     if config.task.name.traits.is_reinforcement:
         _check_answers(config)
+        _check_room(config, architecture)
     processor = load_processor(config.model, architecture, tokenizer)
     found = ImageTokens(processor, find_positions(architecture), feature_token(architecture))
     _check_calls(config, architecture, found)
@@ -171,6 +172,20 @@ def _check_answers(config: RunConfig) -> None:
         allowed="one process, ddp, zero1, zero2, fsdp2, strategy.tensor",
         hint=f"strategy=fsdp2{without}; or {_KEY}=false, which trains on text alone",
     )
+
+
+def _check_room(config: RunConfig, architecture: PreTrainedConfig) -> None:
+    """Check that the longest prompt need not be cut for its answer: a cut could leave an image without its tokens."""
+    positions = getattr(architecture.get_text_config(), "max_position_embeddings", None)
+    length, new_tokens = config.data.sequence_length, config.task.max_new_tokens
+    if isinstance(positions, int) and 0 < positions < length + new_tokens:
+        raise ConfigError(
+            "prompts with images cannot be cut, and the longest leaves the model no room for an answer",
+            where="data.sequence_length",
+            found=length,
+            allowed=f"<= {positions - new_tokens}: the model's positions less task.max_new_tokens={new_tokens}",
+            hint=f"data.sequence_length={positions - new_tokens}",
+        )
 
 
 def _check_layout(config: RunConfig) -> None:

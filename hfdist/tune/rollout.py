@@ -22,7 +22,6 @@ from hfdist.data.documents.examples import Example
 from hfdist.data.documents.first_examples import are_chats
 from hfdist.data.stream.token_stream import DOCUMENTS
 from hfdist.data.tokenization.image_tokens import ImageTokens
-from hfdist.errors import ConfigError
 from hfdist.rewards import Generation, Reward
 from hfdist.rewards.registry import Steps
 from hfdist.strategies.engine import Batch, Forward
@@ -107,8 +106,6 @@ class Rollouts:
         self._training, self._topology = training, training.strategy.topology
         self._sampler = make_sampler(training, self._tokenizer, self._task)
         self._image_tokens = None if training.stream is None else training.stream.images
-        if self._image_tokens is not None:
-            self._check_room(self._sampler.limits.room())
         if self._task.environment is not None:
             self._acting = Acting(
                 self._config,
@@ -119,15 +116,6 @@ class Rollouts:
             )
         if self.generators is not None:
             self.generators.begin(training, self._sampler.limits)
-
-    def _check_room(self, room: int | None) -> None:
-        """Check that no prompt needs to be cut: a cut could leave an image without its tokens."""
-        length = self._config.data.sequence_length
-        if room is not None and length > room:
-            what = "prompts with images cannot be cut, and the longest leaves the model no room for an answer"
-            allowed = f"<= {room}: the model's positions less task.max_new_tokens={self._task.max_new_tokens}"
-            where, hint = "data.sequence_length", f"data.sequence_length={room}"
-            raise ConfigError(what, where=where, found=length, allowed=allowed, hint=hint)
 
     def _images_of(self, examples: Sequence[Example]) -> RowImages | None:
         if self._image_tokens is None:
