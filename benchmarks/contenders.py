@@ -25,9 +25,10 @@ from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_s
 
 from benchmarks.emulated import HIDDEN_SIZE, EmulatedStage, Leg, sleep_seconds
 from hfdist.config.strategy import ONE_F_ONE_B, Schedule
+from hfdist.pipeline.channel import P2PChannel
 from hfdist.pipeline.pipeline import Pipeline
 from hfdist.pipeline.schedule import rank_of_stage
-from hfdist.pipeline.stage_io import Activations, P2PChannel
+from hfdist.pipeline.stage_io import Activations
 from hfdist.pipeline.timeline import Recorder
 
 NAMES = {

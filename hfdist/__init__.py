@@ -12,7 +12,7 @@ from hfdist.version import __version__
 if TYPE_CHECKING:
     from hfdist.optim.muon import MuonWithAdamW
     from hfdist.rewards.generation import Generation
-    from hfdist.strategies.select import make_strategy
+    from hfdist.strategies.from_python import make_strategy
     from hfdist.trainer.trainer import DistributedTrainerMixin, Trainer
     from hfdist.watch.callback import Watch
 
@@ -25,7 +25,7 @@ _HOMES = {
     "MuonWithAdamW": "hfdist.optim.muon",
     "Trainer": "hfdist.trainer.trainer",
     "Watch": "hfdist.watch.callback",
-    "make_strategy": "hfdist.strategies.select",
+    "make_strategy": "hfdist.strategies.from_python",
 }
 """The module of each public name."""
 _OTHERS = {

@@ -92,9 +92,9 @@ def _command_for(name: str, arguments: list[str]) -> str | None:
     return HINTS[name].format(name=recipe) if name in HINTS else None
 
 
-def _read_name(given: list[str]) -> tuple[str, list[str]]:
+def _read_name(words: list[str]) -> tuple[str, list[str]]:
     """Give the command and its arguments, where a task or a config file may stand for them."""
-    name, *arguments = given or [_HELP[0]]
+    name, *arguments = words or [_HELP[0]]
     if name == RUN:
         if arguments[:1] in ([flag] for flag in _HELP):
             return _HELP[0], []
@@ -108,10 +108,10 @@ def _read_name(given: list[str]) -> tuple[str, list[str]]:
 
 
 def _call(name: str, arguments: list[str], recipes: dict[str, Path]) -> None:
-    given = [argument for argument in arguments if argument not in _MULTIRUN]
-    if name in RECIPES and given != arguments:
+    without_multirun = [argument for argument in arguments if argument not in _MULTIRUN]
+    if name in RECIPES and without_multirun != arguments:
         # As Hydra's users expect.
-        name, arguments = "sweep", ["sweep=grid", f"recipe={name}", *given]
+        name, arguments = "sweep", ["sweep=grid", f"recipe={name}", *without_multirun]
     sys.argv = [f"{sys.argv[0]} {name}", *arguments]
     beside = recipes[name].parents[1]
     if beside == Path(__file__).resolve().parent:

@@ -66,14 +66,14 @@ def do_apart(do: Callable[[], object], *, where: str, found: object, limits: Lim
         _be_child(do, writer, limits)
     os.close(writer)
     try:
-        said = _read(reader, limits.wall_seconds)
+        answer = _read(reader, limits.wall_seconds)
     finally:
         os.close(reader)
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
         _, status = os.waitpid(pid, 0)
-    if said:
-        _raise(json.loads(said), where, found, limits)
+    if answer:
+        _raise(json.loads(answer), where, found, limits)
     else:
         number = os.WTERMSIG(status) if os.WIFSIGNALED(status) else 0
         what = f"reading it ended a process by {signal_name(number) if number else 'itself'}"
@@ -87,14 +87,14 @@ def do_apart(do: Callable[[], object], *, where: str, found: object, limits: Lim
 
 def _read(file: int, seconds: float) -> bytes:
     """Read to the end of a pipe, for so many seconds at most."""
-    said, end = b"", time.monotonic() + seconds
+    content, end = b"", time.monotonic() + seconds
     pipe = select.poll()
     pipe.register(file, select.POLLIN)
     while pipe.poll(max(0.0, 1000 * (end - time.monotonic()))):
         part = os.read(file, _READ_BYTES)
         if not part:
-            return said
-        said += part
+            return content
+        content += part
     return b""
 
 

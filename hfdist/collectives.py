@@ -121,7 +121,7 @@ def broadcast_text(text: bytes, group: Group) -> bytes:
     length = int.from_bytes(begun[:_LENGTH_BYTES], "little")
     if length <= _HEAD_BYTES:
         return begun[_LENGTH_BYTES:][:length]
-    rest = torch.frombuffer(bytearray(text[_HEAD_BYTES:].ljust(length - _HEAD_BYTES)), dtype=torch.uint8)
+    rest = torch.frombuffer(bytearray(text[_HEAD_BYTES:length].ljust(length - _HEAD_BYTES)), dtype=torch.uint8)
     rest = rest.to(device_of(group))
     dist.broadcast(rest, group=group, group_src=0)
     return begun[_LENGTH_BYTES:] + rest.cpu().numpy().tobytes()
@@ -165,16 +165,16 @@ def on_all_ranks(action: Callable[[], object], group: Group = None, *, is_told: 
         HfdistError: the failure of the first rank that failed, on all ranks alike. Exceptions that are no failures
             of a file or of a checkpoint are raised unchanged on the rank where they came up.
     """
-    own: Exception | None = None
+    own_error: Exception | None = None
     try:
         # Within: a value that is no JSON is a failure as well, and the other ranks must hear of it.
         report = json.dumps({"value": action()})
     except Exception as error:
-        own = _to_readable(error)
-        report = json.dumps({"error": _describe(own)})
+        own_error = _to_readable(error)
+        report = json.dumps({"error": _describe(own_error)})
     texts = gather_texts(report.encode(), group)
-    if own is not None:
-        raise own
+    if own_error is not None:
+        raise own_error
     for failed_rank, text in enumerate(texts):
         if text.startswith(b'{"error"'):
             raise _rebuild(failed_rank, json.loads(text)["error"])
@@ -183,18 +183,17 @@ def on_all_ranks(action: Callable[[], object], group: Group = None, *, is_told: 
 
 def on_rank_zero(action: Callable[[], object], group: Group = None) -> Any:
     """Run `action` on rank 0 alone and give its value on all ranks. A collective; failures as in `on_all_ranks`."""
-    text = b""
+    text = b"null"
 
     def act() -> object:
         nonlocal text
-        text = json.dumps(action()).encode() if rank() == 0 else b"null"
-        return len(text) if len(text) > _HEAD_BYTES else [json.loads(text)]
+        if rank() == 0:
+            text = json.dumps(action()).encode()
+        # A long text follows by itself: a gather would fill up those of all ranks to its length.
+        return [json.loads(text)] if len(text) <= _HEAD_BYTES else None
 
-    told = on_all_ranks(act, group)[0]
-    if isinstance(told, list):
-        return told[0]
-    # One text to all, where a gather would fill up those of all ranks to its length.
-    return json.loads(broadcast_text(text, group))
+    short = on_all_ranks(act, group)[0]
+    return json.loads(broadcast_text(text, group)) if short is None else short[0]
 
 
 def _to_readable(error: Exception) -> Exception:

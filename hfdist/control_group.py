@@ -46,8 +46,7 @@ def control_group() -> ControlGroup | None:
     """
     if world_size() == 1:
         return None
-    default = dist.group.WORLD
-    assert default is not None  # it is initialized
+    default = _default_group()
     if default not in _control_groups:
         _control_groups[default] = ControlGroup()
     return _control_groups[default]
@@ -60,8 +59,7 @@ def machines() -> list[list[int]]:
     """
     if world_size() == 1:
         return [[0]]
-    default = dist.group.WORLD
-    assert default is not None  # it is initialized
+    default = _default_group()
     if default not in _machines:
         by_host: dict[bytes, list[int]] = {}
         for number, host in enumerate(gather_texts(platform.node().encode(), None)):
@@ -151,18 +149,19 @@ class ControlGroup:
         self._settle()
         if len(self.machines) == 1:
             return swap_texts(texts, self._machine)
-        own = next(ranks for ranks in self.machines if rank() in ranks)
-        nothing = [b""] * len(own)
-        told = swap_texts([_join(texts), *nothing[1:]], self._machine)
-        for_own = nothing
+        on_machine = next(ranks for ranks in self.machines if rank() in ranks)
+        nothing = [b""] * len(on_machine)
+        from_machine = swap_texts([_join(texts), *nothing[1:]], self._machine)
+        to_machine = nothing
         if self._leaders is not None:
-            of_own = [_split(of_rank) for of_rank in told]
-            sent = [_join([_join([of_rank[to] for to in ranks]) for of_rank in of_own]) for ranks in self.machines]
-            came = dict[int, list[bytes]]()
+            split = [_split(of_rank) for of_rank in from_machine]
+            sent = [_join([_join([of_rank[to] for to in ranks]) for of_rank in split]) for ranks in self.machines]
+            by_sender = dict[int, list[bytes]]()
             for ranks, of_machine in zip(self.machines, swap_texts(sent, self._leaders), strict=True):
-                came |= zip(ranks, map(_split, _split(of_machine)), strict=True)
-            for_own = [_join([came[sender][place] for sender in sorted(came)]) for place in range(len(own))]
-        return _split(swap_texts(for_own, self._machine)[0])
+                by_sender |= zip(ranks, map(_split, _split(of_machine)), strict=True)
+            senders = [by_sender[sender] for sender in sorted(by_sender)]
+            to_machine = [_join([of_sender[index] for of_sender in senders]) for index in range(len(on_machine))]
+        return _split(swap_texts(to_machine, self._machine)[0])
 
     def begin_largest(self, values: Sequence[int]) -> Callable[[], list[int]]:
         """Begin to find the largest of all ranks at each place of `values`; what is returned waits, and gives them."""
@@ -233,11 +232,16 @@ def _waiting(work: dist.Work | None) -> Callable[[], None]:
     return wait
 
 
-def _timeout_of_default() -> timedelta:
-    """Give the longest wait of the default group, which is `ddp_timeout`: torch gives new groups its own constant."""
+def _default_group() -> dist.ProcessGroup:
     default = dist.group.WORLD
     assert default is not None  # it is initialized
-    return default._get_backend(device_of(None)).options._timeout  # there is no public way to it
+    return default
+
+
+def _timeout_of_default() -> timedelta:
+    """Give the longest wait of the default group, which is `ddp_timeout`: torch gives new groups its own constant."""
+    # There is no public way to it.
+    return _default_group()._get_backend(device_of(None)).options._timeout
 
 
 @contextmanager
@@ -247,8 +251,7 @@ def _without_bound_device() -> Iterator[None]:
     DeepSpeed binds one. Then torch 2.13 splits NCCL's communicator on all ranks that are not in a new group, and on
     none that is in it: they would wait for each other.
     """
-    default = dist.group.WORLD
-    assert default is not None  # it is initialized
+    default = _default_group()
     bound, default.bound_device_id = default.bound_device_id, None
     try:
         yield

@@ -54,6 +54,8 @@ class HfdistError(Exception):
     def texts(self) -> dict[str, str | None]:
         """Give the parts of the error as text, by the names of the arguments: another process can raise it again."""
         parts = {part: getattr(self, part) for part in ("what", "where", "found", "allowed", "hint")}
+        if isinstance(self.found, tuple):
+            parts["found"] = "; ".join(map(str, self.found))
         return {part: None if value is None else str(value) for part, value in parts.items()}
 
     def __str__(self) -> str:

@@ -127,11 +127,12 @@ def axis_of(channel: Channel, topology: Topology) -> str:
     if differing & {"pipeline"}:
         names.append("pipeline")
     if differing - {"pipeline", "tensor"}:
-        within = {"shard", "expert_shard", "expert"} & differing
-        between = "replicate" in differing
-        names.append(
-            "data" if between == bool(within) or topology.replicate == 1 else "shard" if within else "replicate"
-        )
+        is_within_replicas = bool({"shard", "expert_shard", "expert"} & differing)
+        is_between_replicas = "replicate" in differing
+        if topology.replicate == 1 or is_within_replicas == is_between_replicas:
+            names.append("data")
+        else:
+            names.append("shard" if is_within_replicas else "replicate")
     if differing & {"tensor"}:
         names.append("tensor")
     return " x ".join(names)

@@ -64,7 +64,7 @@ def short(value: float) -> str:
 
 def _digits(value: float) -> str:
     size = abs(value)
-    decimals = 0 if size >= 100 or value == int(value) else 1 if size >= 10 else 2 if size >= 1 else 4
+    decimals = 0 if size >= 100 or value % 1 == 0 else 1 if size >= 10 else 2 if size >= 1 else 4
     return f"{value:.{decimals}f}"
 
 

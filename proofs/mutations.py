@@ -99,9 +99,9 @@ MUTATIONS = [
     ),
     Mutation(
         "the held-out loss is a mean of the ranks' means",
-        "            dist.all_reduce(sums)\n        total, count = sums.sum(0).tolist()\n",
+        "            dist.all_reduce(sums)\n        return sums if is_labelled else None\n",
         "            sums = sums / sums[:, 1:].clamp(min=1)\n            dist.all_reduce(sums)\n"
-        "        total, count = sums.sum(0).tolist()\n",
+        "        return sums if is_labelled else None\n",
         f"{DISTRIBUTED}/test_trainer.py -k held_out_loss",
     ),
     Mutation(

@@ -9,17 +9,16 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from queue import SimpleQueue
 from typing import NamedTuple
 
-import torch
-
 from hfdist.checkpoint.folder import Keep, commit, prune, remove_unfinished, temporary
+from hfdist.checkpoint.host_copy import HostCopy, Layout, layout_of
 from hfdist.checkpoint.manifest import FORMAT, Part, write_json
 from hfdist.checkpoint.piece import Piece
 from hfdist.checkpoint.random_state import RandomState
@@ -38,8 +37,6 @@ _LAST_SECONDS = 3.0
 
 A thread that comes back from gloo, whose peers may end as well, while the interpreter ends would abort the process.
 """
-
-_ALIGNMENT_BYTES = 64
 
 _Job = Callable[[], None]
 _WriteFiles = Callable[[Path, bool], object]
@@ -60,58 +57,44 @@ class SaveReport(NamedTuple):
     """Whether it is in memory, and not on the disk."""
 
 
-class _HostCopy:
-    """Memory of the host where a save keeps what training is about to change. Made once: new memory is slow."""
+@dataclass(frozen=True, kw_only=True)
+class _Save:
+    """A save as it was asked for: what is written where, and for how long training stood still."""
 
-    def __init__(self) -> None:
-        self._layout: list[tuple[int, torch.dtype]] = []
-        """Bytes and type of each copy."""
-        self._copies: list[torch.Tensor] = []
-        self._stream = torch.cuda.Stream() if torch.cuda.is_available() else None
+    path: Path | None
+    """The checkpoint; None: a replica alone."""
+    step: int
+    contents: Contents
+    write_files: _WriteFiles
+    keep: Keep | None
+    begin_seconds: float
+    stall_seconds: float | None
+    """Seconds for which training stood still; None: it does until the save has ended."""
 
-    def reserve(self, layout: Sequence[tuple[int, torch.dtype]]) -> None:
-        """Make the memory for copies of so many bytes and such types beforehand."""
-        self._make(layout)
-        if self._stream is None:
-            for copy in self._copies:
-                # Else the system gives each page when it is first written, while training stands still.
-                copy.zero_()
+    def contents_of(self, *, is_replica: bool) -> Contents:
+        """Give the contents with the files that go with the tensors of a replica, or of the checkpoint."""
 
-    def _make(self, layout: Sequence[tuple[int, torch.dtype]]) -> None:
-        """Make the memory, unless it is there."""
-        if layout == self._layout:
-            return
-        # Freed first: two would not always fit.
-        self._layout, self._copies = [], []
-        # On the device of this rank, in another thread too.
-        with torch.cuda.stream(self._stream):
-            self._copies = _allocate(layout)
-        self._layout = list(layout)
+        def write(folder: Path) -> None:
+            self.write_files(folder, is_replica)
+            self.contents.write_files(folder)
 
-    def take(self, live: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Copy tensors, flattened, in one buffer. The copies before are gone."""
-        self._make(_layout_of(live))
-        if self._stream is not None:
-            self._stream.wait_stream(torch.cuda.current_stream())
-        # A device copies what the steps so far have left. Only that is awaited: not what communicates beside.
-        with torch.cuda.stream(self._stream):
-            for copy, elements in zip(self._copies, live, strict=True):
-                copy.view(elements.shape).copy_(elements, non_blocking=True)
-        if self._stream is not None:
-            self._stream.synchronize()
-        return self._copies
+        return replace(self.contents, write_files=write)
 
-
-def _layout_of(live: Sequence[torch.Tensor]) -> list[tuple[int, torch.dtype]]:
-    return [(elements.nbytes, elements.dtype) for elements in live]
-
-
-def _allocate(layout: Sequence[tuple[int, torch.dtype]]) -> list[torch.Tensor]:
-    """Give views of one new buffer."""
-    sizes = [-(-num_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES for num_bytes, _ in layout]
-    # Page-locked, so that a device copies at full speed.
-    buffer = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=torch.cuda.is_available())
-    return [part[:num_bytes].view(dtype) for part, (num_bytes, dtype) in zip(buffer.split(sizes), layout, strict=True)]
+    def report(self, written: Path, *, is_replica: bool) -> SaveReport:
+        """Report that a replica, or the checkpoint, was written just now."""
+        total_seconds = time.monotonic() - self.begin_seconds
+        stall_seconds = total_seconds if self.stall_seconds is None else self.stall_seconds
+        if is_replica and self.path is not None:
+            # The same stall is in the report of the checkpoint that follows.
+            stall_seconds = 0.0
+        return SaveReport(
+            path=written,
+            step=self.step,
+            num_bytes=self.contents.plan.num_bytes,
+            stall_seconds=stall_seconds,
+            total_seconds=total_seconds,
+            is_replica=is_replica,
+        )
 
 
 class Saver:
@@ -139,7 +122,7 @@ class Saver:
         self.replicas = replicas
         """Where each save leaves a replica; None: nowhere, or not any more, as the memory has become full."""
         self._planner = Planner(stem=stem, names=names)
-        self._copy = _HostCopy() if in_background else None
+        self._copy = HostCopy() if in_background else None
         self._group = ControlGroup() if in_background and world_size() > 1 else None
         self._jobs: SimpleQueue[_Job | None] = SimpleQueue()
         self._is_done = threading.Event()
@@ -149,7 +132,7 @@ class Saver:
         # One for all saves: a new one may allocate in another arena of the C library, which keeps what is freed there.
         # A daemon: a process that fails ends soon, and what has no name by then is no checkpoint.
         self._thread = threading.Thread(target=_do_all, args=(self._jobs, self._is_done), name="save", daemon=True)
-        self._error: Exception | None = None
+        self._error: BaseException | None = None
         self._reports: deque[SaveReport] = deque()
         weakref.finalize(self, self._jobs.put, None)
         atexit.register(_end_soon, weakref.ref(self))
@@ -162,7 +145,7 @@ class Saver:
         if self._copy is not None:
             self.wait()
             _, elements, _ = self._planner.plan(pieces)
-            self._begin(partial(_reserve, self._copy, _layout_of(elements)), is_reserving=True)
+            self._begin(partial(_reserve, self._copy, layout_of(elements)), is_reserving=True)
 
     def save(
         self,
@@ -197,12 +180,20 @@ class Saver:
         if self._copy is not None:
             contents = replace(contents, elements=self._copy.take(contents.elements))
             stall_seconds = time.monotonic() - begin_seconds
-        job = partial(self._write, path, step, contents, write_files, keep, begin_seconds, stall_seconds)
+        save = _Save(
+            path=path,
+            step=step,
+            contents=contents,
+            write_files=write_files,
+            keep=keep,
+            begin_seconds=begin_seconds,
+            stall_seconds=stall_seconds,
+        )
         if self._copy is None:
-            job()
+            self._write(save)
             self.wait()
-            return
-        self._begin(job)
+        else:
+            self._begin(partial(self._write, save))
 
     def _begin(self, job: _Job, *, is_reserving: bool = False) -> None:
         if self._thread.ident is None:
@@ -258,73 +249,57 @@ class Saver:
 
         return Contents(plan=plan, elements=elements, write_files=write_state, random_state=RandomState())
 
-    def _write(
-        self,
-        path: Path | None,
-        step: int,
-        contents: Contents,
-        write_files: _WriteFiles,
-        keep: Keep | None,
-        begin_seconds: float,
-        stall_seconds: float | None,
-    ) -> None:
-        def report(written: Path, *, is_replica: bool) -> None:
-            total_seconds = time.monotonic() - begin_seconds
-            stalled = total_seconds if stall_seconds is None else stall_seconds
-            if is_replica and path is not None:
-                # It is that of the checkpoint.
-                stalled = 0.0
-            num_bytes = contents.plan.num_bytes
-            self._reports.append(SaveReport(written, step, num_bytes, stalled, total_seconds, is_replica))
-
-        def with_files(*, is_replica: bool) -> Contents:
-            def write(folder: Path) -> None:
-                write_files(folder, is_replica)
-                contents.write_files(folder)
-
-            return replace(contents, write_files=write)
-
+    def _write(self, save: _Save) -> None:
         try:
             on_all_ranks(self._write_first, self._group)
-            if self.replicas is not None and self._replicate(self.replicas, step, with_files(is_replica=True)):
-                report(self.replicas.folder, is_replica=True)
-            if path is not None:
-                self._write_to_disk(path, step, with_files(is_replica=False), keep)
-                report(path, is_replica=False)
-        except Exception as error:
+            if self.replicas is not None and self._replicate(self.replicas, save):
+                self._reports.append(save.report(self.replicas.folder, is_replica=True))
+            if save.path is not None:
+                self._write_to_disk(save.path, save)
+                self._reports.append(save.report(save.path, is_replica=False))
+        except BaseException as error:
+            # A hook of the user may end the thread, too: then nobody would take the next job.
             self._error = error
 
-    def _replicate(self, replicas: Replicas, step: int, contents: Contents) -> bool:
+    def _replicate(self, replicas: Replicas, save: _Save) -> bool:
         """Write a replica. If the memory has become full, or is gone, training goes on without, on all ranks alike."""
         is_first = not replicas.has_written
         try:
-            replicas.write(step, contents, self._group)
+            replicas.write(save.step, save.contents_of(is_replica=True), self._group)
         except (CheckpointError, ResourceError) as error:
             if is_first and isinstance(error, ResourceError):
                 raise
             if rank() == 0:
-                logger.warning("from step %d on there are no replicas in memory: %s", step, error)
+                logger.warning("from step %d on there are no replicas in memory: %s", save.step, error)
             self.replicas = None
             return False
         return True
 
-    def _write_to_disk(self, path: Path, step: int, contents: Contents, keep: Keep | None) -> None:
+    def _write_to_disk(self, path: Path, save: _Save) -> None:
+        contents = save.contents_of(is_replica=False)
+
         def start() -> Path:
             path.parent.mkdir(parents=True, exist_ok=True)
             remove_unfinished(path.parent)
             return temporary(path)
 
         def finish(unfinished: Path, written: list[Part]) -> None:
-            contents.manifest(step, written).write(unfinished)
+            contents.manifest(save.step, written).write(unfinished)
             commit(unfinished, path)
 
         write_folder(contents, path.parent, start, finish, self._group)
-        if keep is not None:
+        if save.keep is not None:
             # Awaited by all: a rank that ends takes the others along under most launchers.
-            on_rank_zero(partial(prune, path.parent, keep), self._group)
+            on_rank_zero(partial(prune, path.parent, save.keep), self._group)
+
+    def end_soon(self) -> None:
+        """Let the thread end what it does, and no more, as the process ends."""
+        if self._thread.is_alive():
+            self._jobs.put(None)
+            self._thread.join(_LAST_SECONDS)
 
 
-def _reserve(copy: _HostCopy, layout: Sequence[tuple[int, torch.dtype]]) -> None:
+def _reserve(copy: HostCopy, layout: Layout) -> None:
     # Whatever it is, the save meets it again, and says so; the thread must go on.
     with suppress(Exception):
         copy.reserve(layout)
@@ -342,6 +317,5 @@ def _do_all(jobs: SimpleQueue[_Job | None], is_done: threading.Event) -> None:
 
 def _end_soon(of_saver: weakref.ref[Saver]) -> None:
     saver = of_saver()
-    if saver is not None and saver._thread.is_alive():
-        saver._jobs.put(None)
-        saver._thread.join(_LAST_SECONDS)
+    if saver is not None:
+        saver.end_soon()

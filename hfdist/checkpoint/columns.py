@@ -29,30 +29,30 @@ class ColumnTransfer(NamedTuple):
     sender: int
     writer: int
     rows: int
-    """The place of these rows among what the writer writes."""
+    """Index of these rows among the items that the writer writes."""
     num_rows: int
     column: Column
     pitch: int
     dtype: torch.dtype
     source: int | None
-    """The place of the columns among what this rank gives; None: another rank has them."""
+    """Index of the columns among the sources of this rank; None: another rank has them."""
 
 
 def join_columns(
-    transfers: Sequence[ColumnTransfer], given: Sequence[torch.Tensor], group: dist.ProcessGroup | None
+    transfers: Sequence[ColumnTransfer], sources: Sequence[torch.Tensor], group: dist.ProcessGroup | None
 ) -> dict[int, torch.Tensor]:
-    """Give the rows that this rank writes, by their place, as 1-D tensors. All ranks with transfers call it.
+    """Give the rows that this rank writes, by their index, as 1-D tensors. All ranks with transfers call it.
 
     Args:
         transfers: of this rank, in the order of tensors that all ranks have.
-        given: by `source`; they flatten to the columns, row by row.
+        sources: of this rank; they flatten to the columns, row by row.
         group: of all ranks, for tensors of the host; None: the default one.
     """
     joined: dict[int, torch.Tensor] = {}
     for _, window in groupby(transfers, key=lambda transfer: transfer.window):
         arriving, works, sent = [], [], []
         for transfer in window:
-            own = None if transfer.source is None else given[transfer.source].reshape(transfer.num_rows, -1)
+            own = None if transfer.source is None else sources[transfer.source].reshape(transfer.num_rows, -1)
             if transfer.writer != rank():
                 assert own is not None
                 sent.append(own.cpu().contiguous())
@@ -69,7 +69,7 @@ def join_columns(
             if transfer.rows not in joined:
                 joined[transfer.rows] = torch.empty(transfer.num_rows, transfer.pitch, dtype=transfer.dtype)
             joined[transfer.rows][:, transfer.column.start : transfer.column.stop] = own
-    return {place: rows.flatten() for place, rows in joined.items()}
+    return {index: rows.flatten() for index, rows in joined.items()}
 
 
 def _bytes(rows: torch.Tensor) -> torch.Tensor:

@@ -34,19 +34,15 @@ def gather_specs(own: Iterable[Region]) -> dict[TensorId, TensorSpec]:
     It is a `CheckpointError` on all ranks if some disagree about a tensor, or hold a region outside of it.
     """
     asked = _ask(own)
-    return _tell(lambda: merge_specs(region for _, region in asked))
+    return _merge_on_all(lambda: merge_specs(region for _, region in asked))
 
 
+@collector_paused()
 def find_holders(own: Iterable[Region]) -> tuple[dict[TensorId, TensorSpec], list[Segment]]:
     """Give all tensors, as `gather_specs`, and the segments of which this rank holds a part. A collective.
 
     Numbers have no segments. Elements of a tensor that no rank holds are a `CheckpointError`, too.
     """
-    with collector_paused():
-        return _find_holders(own)
-
-
-def _find_holders(own: Iterable[Region]) -> tuple[dict[TensorId, TensorSpec], list[Segment]]:
     asked = _ask(own)
     found: list[Segment] = []
 
@@ -55,7 +51,7 @@ def _find_holders(own: Iterable[Region]) -> tuple[dict[TensorId, TensorSpec], li
         found.extend(split_tensors(specs, [item for item in asked if not is_number(item[1].spec.key)]))
         return specs
 
-    specs = _tell(split)
+    specs = _merge_on_all(split)
     answers: list[list[object]] = [[] for _ in range(world_size())]
     for holder, answer in answers_by_holder(found):
         answers[holder].append(answer)
@@ -87,11 +83,11 @@ def merge_numbers(own: Mapping[TensorId, float]) -> dict[TensorId, float]:
 
     It is a `CheckpointError` on all ranks if some disagree about one.
     """
-    told = _send((tensor_id, (tensor_id, value)) for tensor_id, value in own.items())
+    received = _send((tensor_id, (tensor_id, value)) for tensor_id, value in own.items())
 
     def merge() -> list[object]:
         merged: dict[TensorId, float] = {}
-        for _, ((name, key), value) in told:
+        for _, ((name, key), value) in received:
             if merged.setdefault((name, key), value) != value:
                 of_what = "how often a parameter was stepped" if key == STEP else "a number of the optimizer"
                 where, found = name if key == STEP else f"{name}/{key}", f"{merged[name, key]} and {value}"
@@ -114,7 +110,7 @@ def _ask(own: Iterable[Region]) -> list[tuple[int, Region]]:
     return [(holder, Region.from_json(region)) for holder, region in _send((region.spec.id, region) for region in own)]
 
 
-def _tell(merge: Callable[[], dict[TensorId, TensorSpec]]) -> dict[TensorId, TensorSpec]:
+def _merge_on_all(merge: Callable[[], dict[TensorId, TensorSpec]]) -> dict[TensorId, TensorSpec]:
     """Give all ranks what each has merged; a failure of one is raised on all."""
     of_ranks = on_all_ranks(lambda: list(merge().values()))
     specs = [TensorSpec(name, key, tuple(shape), dtype) for name, key, shape, dtype in chain.from_iterable(of_ranks)]

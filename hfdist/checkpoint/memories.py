@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from hfdist.checkpoint.manifest import Part
-from hfdist.collectives import gather_json, on_all_ranks, rank, world_size
+from hfdist.collectives import on_all_ranks, rank, world_size
 from hfdist.control_group import ControlGroup
 
 _CHUNK_BYTES = 4 * 2**20
@@ -102,8 +102,8 @@ class Memories:
         transfers = []
         for memory in range(self.count if self.count > 1 else 0):
             receivers = self.ranks((memory + 1) % self.count)
-            for place, sender in enumerate(self.ranks(memory)):
-                transfers += [Transfer(part, sender, receivers[place % len(receivers)]) for part in shares[sender]]
+            for index, sender in enumerate(self.ranks(memory)):
+                transfers += [Transfer(part, sender, receivers[index % len(receivers)]) for part in shares[sender]]
         return transfers
 
 
@@ -176,8 +176,3 @@ def _write(path: Path, data: memoryview, position: int) -> None:
             data, position = data[written:], position + written
     finally:
         os.close(descriptor)
-
-
-def gather_sets(own: set[int]) -> list[set[int]]:
-    """Give the numbers of each rank. A collective."""
-    return [set(numbers) for numbers in gather_json(sorted(own))]

@@ -95,8 +95,8 @@ class Column(NamedTuple):
 
     def sender(self, writer: int) -> int:
         """Give the rank that gives them to the writer: itself, or a near one, which shares a machine most likely."""
-        place = bisect_left(self.holders, writer)
-        return min(self.holders[max(place - 1, 0) : place + 1], key=lambda holder: (abs(holder - writer), holder))
+        index = bisect_left(self.holders, writer)
+        return min(self.holders[max(index - 1, 0) : index + 1], key=lambda holder: (abs(holder - writer), holder))
 
 
 class Segment(NamedTuple):
@@ -182,10 +182,10 @@ def assign_writers(segments: Iterable[Segment]) -> Iterator[tuple[int, Segment]]
     Of `n` ranks that hold the same, each writes an `n`-th in order of tensors. So all that hold a segment agree on its
     writers, though none knows of other segments; `segments` are all of which this rank holds a part.
     """
-    alike: defaultdict[tuple[int, ...], list[Segment]] = defaultdict(list)
+    by_holders: defaultdict[tuple[int, ...], list[Segment]] = defaultdict(list)
     for segment in sorted(segments):
-        alike[segment.holders].append(segment)
-    for holders, shared in alike.items():
+        by_holders[segment.holders].append(segment)
+    for holders, shared in by_holders.items():
         total, position = sum(segment.region.num_bytes for segment in shared), 0
         for segment in shared:
             yield from _share(segment, holders, position, total)
@@ -202,14 +202,14 @@ def _share(segment: Segment, holders: Sequence[int], position: int, total: int) 
     most_rows = num_rows if is_alone else max(1, CHUNK_BYTES // row_bytes)
     page_rows = max(1, _PAGE_BYTES // row_bytes)
     first = 0
-    for place in range(position * len(holders) // total, len(holders)):
+    for number in range(position * len(holders) // total, len(holders)):
         if first == num_rows:
             return
-        share_stop = -(-total * (place + 1) // len(holders)) - position
+        share_stop = -(-total * (number + 1) // len(holders)) - position
         stop = min(-(-share_stop // row_bytes // page_rows) * page_rows, num_rows)
         for begin in range(first, stop, most_rows):
             end = min(begin + most_rows, stop)
-            yield holders[place], segment.rows(begin * pitch, end * pitch)
+            yield holders[number], segment.rows(begin * pitch, end * pitch)
         first = max(first, stop)
 
 

@@ -34,7 +34,7 @@ from hfdist.checkpoint.manifest import (
     read_manifest,
     write_json,
 )
-from hfdist.checkpoint.memories import Memories, Transfer, gather_sets, move_parts
+from hfdist.checkpoint.memories import Memories, Transfer, move_parts
 from hfdist.checkpoint.random_state import RANDOM_STEM, random_file
 from hfdist.checkpoint.read import ByteRange
 from hfdist.checkpoint.regions import balance_by_bytes
@@ -315,7 +315,7 @@ class Replicas:
     def _bring(self, path: Path, parts: Sequence[Part], wanted: set[int]) -> None:
         """Copy parts to this machine from the next one that holds them. A collective."""
         memories = self._memories
-        lacking = gather_sets(wanted - self._held[memories.own])
+        lacking = [set(numbers) for numbers in gather_json(sorted(wanted - self._held[memories.own]))]
         coming: list[set[int]] = [set() for _ in range(memories.count)]
         transfers = []
         for receiver, numbers in enumerate(lacking):
@@ -371,16 +371,12 @@ def _can_be_read(path: Path, part: Part) -> bool:
 
 def _is_everywhere(part: Part) -> bool:
     """Whether each machine gets a part: headers of tensors, and other files that are not of a single rank."""
-    return (part.begin == 0 or not _is_tensors(part.file)) and not part.file.startswith(RANDOM_STEM)
+    return (part.begin == 0 or not part.file.endswith(".safetensors")) and not part.file.startswith(RANDOM_STEM)
 
 
 def _is_small(part: Part) -> bool:
     """Whether each start needs a part before it knows what its ranks read."""
     return part.file == random_file(rank()) or _is_everywhere(part)
-
-
-def _is_tensors(file: str) -> bool:
-    return file.endswith(".safetensors")
 
 
 def _describe(part: Part) -> str:

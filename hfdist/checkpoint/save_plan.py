@@ -63,7 +63,7 @@ class WriteItem(NamedTuple):
     id: TensorId
     is_trained: bool
     source: int | None
-    """The place of the elements among the sources; None: they are put together from columns."""
+    """Index of the elements among the sources; None: they are put together from columns."""
 
 
 class PieceRows(NamedTuple):
@@ -96,7 +96,7 @@ class SavePlan:
     sources: list[PieceRows]
     """What this rank gives, to itself and to others."""
     transfers: list[ColumnTransfer]
-    """The columns that this rank gives or gets; `rows` are places among the items."""
+    """The columns that this rank gives or gets."""
     numbers: list[TensorId]
     """All numbers of the optimizer that any rank holds: they are in no file."""
     writers: NDArray[np.bool_]
@@ -167,11 +167,11 @@ class Planner:
             numbers.update(_read_numbers(numbered))
             return [self._plan is not None and self._held == held, _values_of_keys(numbers)]
 
-        looked = on_all_ranks(look)
-        if self._plan is None or not all(is_as_before for is_as_before, _ in looked):
+        of_ranks = on_all_ranks(look)
+        if self._plan is None or not all(is_as_before for is_as_before, _ in of_ranks):
             self._plan, self._held = self._make(held), held
         elements = [source.of(own[source.piece]) for source in self._plan.sources]
-        return self._plan, elements, _merge_numbers(self._plan.numbers, numbers, [values for _, values in looked])
+        return self._plan, elements, _merge_numbers(self._plan.numbers, numbers, [values for _, values in of_ranks])
 
     def _is_of_model(self, name: str, key: str) -> bool:
         """Whether it is a tensor of the files of weights: transformers leaves out what a constructor computes."""
@@ -230,8 +230,8 @@ def _find_writers(files: Iterable[str], items: Iterable[WriteItem]) -> NDArray[n
     """Find which rank writes into which file. A collective: a bit for each file."""
     written = {item.file for item in items}
     bits = np.array([file in written for file in files], dtype=bool)
-    told = [bytes.fromhex(text) for text in gather_json(np.packbits(bits).tobytes().hex())]
-    packed = np.stack([np.frombuffer(one, dtype=np.uint8) for one in told])
+    of_ranks = [bytes.fromhex(text) for text in gather_json(np.packbits(bits).tobytes().hex())]
+    packed = np.stack([np.frombuffer(one, dtype=np.uint8) for one in of_ranks])
     return np.unpackbits(packed, axis=1, count=len(bits)).astype(bool)
 
 
@@ -307,8 +307,8 @@ def _merge_numbers(
     for key, value in (item for values in of_ranks for item in values.items()):
         of_keys.setdefault(key, set()).add(value)
     if all(len(values) == 1 and None not in values for values in of_keys.values()):
-        alike = {key: value for key, values in of_keys.items() for value in values if value is not None}
-        merged = {(name, key): alike[key] for name, key in ids}
+        common = {key: value for key, values in of_keys.items() for value in values if value is not None}
+        merged = {(name, key): common[key] for name, key in ids}
     else:
         merged = merge_numbers(own)
     numbers: _Numbers = {}

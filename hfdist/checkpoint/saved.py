@@ -100,7 +100,9 @@ def _model_entries(path: Path, manifest: Manifest) -> dict[str, Entry]:
     index = read_json(_listed(path, manifest, INDEX_FILE))
     try:
         weight_map = {str(name): str(file_name) for name, file_name in index["weight_map"].items()}
-    except (KeyError, TypeError, AttributeError) as error:
+        if not weight_map:
+            raise ValueError("it names no weights")
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise DamagedError("index", "the index of the weights is damaged", where=path / INDEX_FILE) from error
     entries: dict[str, Entry] = {}
     for file_name in sorted(set(weight_map.values())):

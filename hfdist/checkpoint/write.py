@@ -165,10 +165,10 @@ def _laid_out(plan: SavePlan, memories: Memories) -> list[str]:
     """
     makers = memories.ranks(memories.own)
     found = []
-    for place, name in enumerate(plan.files):
-        turn = place % len(makers)
-        next_one = int(np.roll(plan.writers[makers, place], -turn).argmax())
-        if makers[(turn + next_one) % len(makers)] == rank():
+    for index, name in enumerate(plan.files):
+        turn = index % len(makers)
+        distance = int(np.roll(plan.writers[makers, index], -turn).argmax())
+        if makers[(turn + distance) % len(makers)] == rank():
             found.append(name)
     return found
 

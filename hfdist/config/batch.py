@@ -13,6 +13,8 @@ from hfdist.errors import ConfigError
 
 IGNORED = -100
 """Label of a position that is not a target."""
+_MOST_TRIED = 100_000
+"""Largest micro batch that is tried for a hint: the time for all that a config may name has no bound."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,10 +51,11 @@ def plan_batch(
     unit = micro_batch_size * data_size
     if global_batch_size % unit != 0:
         near = nearest_multiples(global_batch_size, unit)
-        micro = [m for m in range(micro_batch_size, 0, -1) if global_batch_size % (m * data_size) == 0]
+        smaller = range(min(micro_batch_size, _MOST_TRIED), 0, -1)
+        micro = next((size for size in smaller if global_batch_size % (size * data_size) == 0), None)
         what = f"the global batch does not divide into micro batches of {micro_batch_size} on {data_size} data ranks"
         allowed = f"a multiple of {unit}; nearest: {' or '.join(map(str, near))}"
-        hint = f"train.global_batch_size={near[-1]}" + (f", or train.micro_batch_size={micro[0]}" if micro else "")
+        hint = f"train.global_batch_size={near[-1]}" + ("" if micro is None else f", or train.micro_batch_size={micro}")
         raise ConfigError(what, where="train.global_batch_size", found=global_batch_size, allowed=allowed, hint=hint)
     return BatchPlan(
         global_batch_size=global_batch_size,

@@ -77,15 +77,16 @@ class RowFormat(Enum):
 NEGATIVES = ("negative", *(f"negative_{number}" for number in range(1, 17)), "negatives", "neg")
 """Columns of texts, or of lists of them, that do not belong to a query, in their order."""
 _IMAGES = ("images", "image")
-_TOLD_APART = {
+_COLUMNS_OF_AUTO = {
     RowFormat.text: ("text",),
     RowFormat.messages: ("messages", "tools", *_IMAGES),
     RowFormat.sharegpt: ("conversations", "system", "tools", *_IMAGES),
     RowFormat.alpaca: ("instruction", "output", "input", "system", "history", *_IMAGES),
     RowFormat.prompt_completion: ("prompt", "completion", "tools", *_IMAGES),
 }
-COLUMNS = _TOLD_APART | {
-    RowFormat.auto: tuple(dict.fromkeys(name for names in _TOLD_APART.values() for name in names)),
+"""Columns of the formats that `auto` tells apart."""
+COLUMNS = _COLUMNS_OF_AUTO | {
+    RowFormat.auto: tuple(dict.fromkeys(name for names in _COLUMNS_OF_AUTO.values() for name in names)),
     RowFormat.preference: ("chosen", "rejected", "prompt", "tools", *_IMAGES),
     RowFormat.unpaired_preference: ("prompt", "completion", "label", "tools", *_IMAGES),
     RowFormat.prompt: ("prompt", "tools", *_IMAGES),
@@ -163,7 +164,7 @@ def read_shard(text: str) -> tuple[int, int]:
 
 def _is_shard(value: object) -> bool:
     try:
-        return int(read_shard(str(value))[1]) <= _MOST_SHARDS
+        return read_shard(str(value))[1] <= _MOST_SHARDS
     except ValueError:
         return False
 
@@ -388,13 +389,19 @@ class DataConfig:
     def longest_side(self) -> int:
         """Most tokens of a source, or of a target."""
         limits = (self.pairs.max_source_tokens, self.pairs.max_target_tokens)
-        return max(min(self.sequence_length, self.sequence_length if most is None else most) for most in limits)
+        return max(self.sequence_length if most is None else min(most, self.sequence_length) for most in limits)
 
     @property
     def all_sources(self) -> dict[str, SourceConfig]:
         """All sources by their keys: those of the training, then the held-out ones."""
         sections = {"data.sources": self.sources, "data.eval_sources": self.eval_sources}
         return {f"{key}.{name}": source for key, sources in sections.items() for name, source in sources.items()}
+
+    @property
+    def formats(self) -> dict[str, RowFormat]:
+        """The format of the rows of each source, and of those that say none, by the key that says it."""
+        by_source = {f"{key}.format": source.format or self.format for key, source in self.all_sources.items()}
+        return {"data.format": self.format, **by_source}
 
 
 def cache_dir(config: DataConfig) -> Path:

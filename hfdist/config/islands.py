@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-from hfdist.config.ranges import limited
+from hfdist.config.ranges import DAY_SECONDS, limited
 
 
 class IslandMethod(Enum):
@@ -126,7 +126,7 @@ class IslandsConfig:
     """
     codec: Codec = Codec.fp32
     """How changes travel: fp32 | bf16 | int8 | fp4, always added up in float32."""
-    timeout_seconds: float = limited(60.0, above=0, at_most=86_400)
+    timeout_seconds: float = limited(60.0, above=0, at_most=DAY_SECONDS)
     """How long a silent server is looked for, and a part that does not come is waited for."""
 
     @property

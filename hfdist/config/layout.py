@@ -41,7 +41,7 @@ class Layout(Mesh):
         """Give the config of a run in this layout; what belongs to another one gets its default."""
         strategy, train = config.strategy, config.train
         is_fsdp, has_pipeline = self.sharding is Sharding.fsdp2, self.pipeline > 1
-        own = replace(
+        new_strategy = replace(
             strategy,
             sharding=self.sharding,
             data=None if strategy.data is None else self.data,
@@ -57,7 +57,7 @@ class Layout(Mesh):
             prefetch=strategy.prefetch if is_fsdp and not has_pipeline else 0,
         )
         recomputes = self.recompute is not None
-        step = replace(
+        new_train = replace(
             train,
             micro_batch_size=self.micro_batch_size,
             gradient_checkpointing=recomputes,
@@ -67,7 +67,7 @@ class Layout(Mesh):
         lanes, readers = config.data.lanes, self.data * config.islands.shares
         # The next multiple of the data ranks of all islands: a run that is planned has not begun to read.
         data = replace(config.data, lanes=-(-lanes // readers) * readers)
-        return replace(config, strategy=own, train=step, data=data)
+        return replace(config, strategy=new_strategy, train=new_train, data=data)
 
     def overrides(self, config: RunConfig) -> tuple[str, ...]:
         """Give what must be added to the command of `config` to run this layout."""

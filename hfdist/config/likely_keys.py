@@ -27,19 +27,25 @@ def likely_keys(name: str, value: str | None = None) -> list[str]:
         return [respelt]
     names = [key.name for key in all_keys().values() if ANY_NAME not in key.name]
     section, _, leaf = name.rpartition(".")
-    own = members(_starred(section)) if section else []
-    longer = [f"{section}.{member}" for member in own if f"_{leaf}_" in f"_{member}_"]
-    if found := [
-        one for one in longer if value is None or ((key := find_key(one)) is not None and accepts_text(key, value))
-    ]:
-        return found[:_MOST_LIKELY]
+    beside = members(_starred(section)) if section else []
+    longer = [f"{section}.{member}" for member in beside if f"_{leaf}_" in f"_{member}_"]
+    fitting = [known for known in longer if value is None or _accepts(known, value)]
+    if fitting:
+        return fitting[:_MOST_LIKELY]
     same_leaf = [known for known in names if known.rpartition(".")[2] == leaf]
+    if beside:
+        by_leaf = {member: f"{section}.{member}" for member in beside}
+    else:
+        by_leaf = {known.rpartition(".")[2]: known for known in reversed(names)}
     # Names of two things are often as alike as `max_samples` and `max_staleness`, or `modules` and `nodes`.
-    by_leaf = {known.rpartition(".")[2]: known for known in reversed(names)} if not own else {}
-    by_leaf |= {member: f"{section}.{member}" for member in own}
-    close = nearest(leaf, [one for one in by_leaf if _may_be_slip(leaf, one)], cutoff=0.78)
+    close = nearest(leaf, [known for known in by_leaf if _may_be_slip(leaf, known)], cutoff=0.78)
     near = nearest(name, same_leaf, cutoff=0.0) or (None if close is None else by_leaf[close])
     return [] if near is None else [near]
+
+
+def _accepts(name: str, value: str) -> bool:
+    key = find_key(name)
+    return key is not None and accepts_text(key, value)
 
 
 def _may_be_slip(written: str, meant: str) -> bool:

@@ -12,8 +12,11 @@ from hydra.errors import HydraException
 
 
 def parse_override(text: str) -> Override:
-    """Read `key=value` as Hydra does; HydraException: it is none, RecursionError: it is nested too deeply."""
-    return _parser().parse_override(text)
+    """Read `key=value` as Hydra does; HydraException: it is none, is nested too deeply, or has too long a number."""
+    try:
+        return _parser().parse_override(text)
+    except (RecursionError, ValueError) as error:
+        raise HydraException(str(error)) from error
 
 
 @cache

@@ -5,10 +5,12 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
+import sys
+import types
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from enum import Enum
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from hfdist.config.schema import Key, direct_keys, without_none
 from hfdist.errors import ConfigError, printable
@@ -21,9 +23,12 @@ _MOST_SHOWN = 200
 def flatten(value: object, key: str) -> Iterator[tuple[str, object]]:
     """Give a value under its key, and all that it holds, each under its full name; items of lists have numbers."""
     yield key, value
-    items = value.items() if isinstance(value, Mapping) else enumerate(value) if isinstance(value, list) else ()
+    if isinstance(value, Mapping):
+        items: Iterable[tuple[object, object]] = value.items()
+    else:
+        items = enumerate(value) if isinstance(value, list) else ()
     for name, item in items:
-        yield from flatten(item, f"{key}.{name}".lstrip("."))
+        yield from flatten(item, f"{key}.{name}" if key else f"{name}")
 
 
 def plain(value: object) -> Any:
@@ -42,9 +47,21 @@ def plain(value: object) -> Any:
     return value
 
 
+def without_nulls(value: T) -> T:
+    """Leave out the keys whose value is null, at every depth: tables give each object the keys of all rows."""
+    found: object = value
+    if isinstance(value, dict):
+        found = {name: without_nulls(item) for name, item in value.items() if item is not None}
+    elif isinstance(value, list):
+        found = [without_nulls(item) for item in value]
+    return cast(T, found)
+
+
 def override_value(value: object) -> str:
     """Write a plain value as an override has it: null, true and false are not Python's."""
-    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
+    if value is None:
+        return "null"
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def from_plain(kind: type[T], values: object, name: str = "") -> T:
@@ -83,9 +100,11 @@ def typed_value(hint: object, value: object, key: Key) -> object:
     if isinstance(kind, type) and issubclass(kind, Enum):
         made: object = kind.__members__.get(value) if isinstance(value, str) else None
     elif kind is float and type(value) is int:
-        made = float(value)
+        # No float is as large as some whole numbers.
+        made = float(value) if abs(value) <= sys.float_info.max else None
     else:
-        made = _unescaped(value) if type(value) is kind else None
+        kinds = inner if isinstance(kind, types.UnionType) else (kind,)
+        made = _unescaped(value) if type(value) in kinds else None
     if made is None or (key.limit is not None and not key.limit.accepts(made)):
         found = printable(repr(value), _MOST_SHOWN)
         raise ConfigError("this value is not possible", where=key.name, found=found, allowed=key.allowed)
@@ -101,6 +120,15 @@ def _unescaped(value: object) -> object:
     return re.sub(r"(\\+)\$\{", lambda m: m[1][: len(m[1]) // 2] + "${", value) if isinstance(value, str) else value
 
 
+def check_items(key: Key, value: object) -> None:
+    """Refuse a list or a mapping that stands for a text or a number of a key's value: OmegaConf takes it."""
+    items = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
+    kind, is_nested = key.item_type, any(isinstance(item, list | dict) for item in items)
+    if is_nested and kind is not Any and typing.get_origin(kind) is None:
+        what = f"each value must be {'a number' if kind in (int, float) else 'text'}"
+        raise ConfigError(what, where=key.name, found=value, allowed=key.allowed)
+
+
 def accepts_text(key: Key, text: str) -> bool:
     """Whether a command line may give a key this value: text, a number or a name of its own values."""
     kind, is_optional = without_none(key.type)
@@ -109,7 +137,11 @@ def accepts_text(key: Key, text: str) -> bool:
     if kind is str or key.is_free or key.takes_list:
         return True
     try:
-        typed_value(key.type, text if issubclass(kind, Enum) else json.loads(text.lower()), key)
-    except (ConfigError, ValueError, TypeError):
+        value: object = json.loads(text.lower())
+    except (ValueError, RecursionError):
+        value = text
+    try:
+        typed_value(key.type, value, key)
+    except ConfigError:
         return text == "..."
     return True

@@ -41,7 +41,7 @@ class PlanConfig:
     find: Find | None = None
     """processes: the fewest on which the run fits; with search in any layout; null: nothing."""
     calibrate: bool = False
-    """Whether five steps of this run run here first, and the plan takes their times."""
+    """Whether seven steps of this run run here first, and the plan takes their times."""
 
 
 GROUP = "plan"

@@ -8,6 +8,8 @@ from dataclasses import MISSING, dataclass, field
 from typing import Any
 
 LIMIT = "hfdist.limit"
+DAY_SECONDS = 86_400.0
+"""The longest limit of a wait for another process."""
 
 
 @dataclass(frozen=True)

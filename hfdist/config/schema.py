@@ -6,7 +6,7 @@ import ast
 import dataclasses
 import inspect
 import itertools
-import textwrap
+import sys
 import types
 import typing
 from collections.abc import Iterator, Mapping, Sequence
@@ -60,6 +60,11 @@ class Key:
         """Whether its value may be a list."""
         kind = without_none(self.type)[0]
         return kind is Any or typing.get_origin(kind) is list
+
+    @property
+    def item_type(self) -> Any:
+        """What each value in it is, where it is a list or a mapping; None: it is neither."""
+        return next(iter(typing.get_args(without_none(self.type)[0])[-1:]), None)
 
     @property
     def allowed(self) -> str:
@@ -155,21 +160,26 @@ def _type_hints(cls: type) -> Mapping[str, object]:
 @cache
 def _field_docstrings(cls: type) -> Mapping[str, str]:
     """Give the first paragraph of the docstring below each field; Python keeps none, so it is read off the source."""
-    body = ast.parse(textwrap.dedent(inspect.getsource(cls))).body[0].body  # type: ignore[attr-defined]
     found = {}
-    for field, after in itertools.pairwise(body):
-        words = after.value if isinstance(field, ast.AnnAssign) and isinstance(after, ast.Expr) else None
-        if isinstance(words, ast.Constant):
+    for field, after in itertools.pairwise(_classes_of(cls.__module__)[cls.__name__].body):
+        words = after.value if isinstance(after, ast.Expr) else None
+        if isinstance(field, ast.AnnAssign) and isinstance(words, ast.Constant):
             found[ast.unparse(field.target)] = " ".join(inspect.cleandoc(str(words.value)).partition("\n\n")[0].split())
     return found
 
 
+@cache
+def _classes_of(module: str) -> Mapping[str, ast.ClassDef]:
+    """Parse a module once: `inspect.getsource` of a class parses all of it for each class."""
+    body = ast.parse(inspect.getsource(sys.modules[module])).body
+    return {node.name: node for node in body if isinstance(node, ast.ClassDef)}
+
+
 def without_none(hint: object) -> tuple[Any, bool]:
     """Give a type hint without None, and whether it had it."""
-    if isinstance(hint, types.UnionType):
-        rest = [part for part in typing.get_args(hint) if part is not types.NoneType]
-        return rest[0], len(rest) < len(typing.get_args(hint))
-    return hint, False
+    parts = typing.get_args(hint) if isinstance(hint, types.UnionType) else ()
+    rest = [part for part in parts if part is not types.NoneType]
+    return rest[0] if len(rest) == 1 else hint, len(rest) < len(parts)
 
 
 def _describe(kind: Any) -> str:

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from hfdist.config.data import Packing, RowFormat
-from hfdist.config.ranges import LIMIT, Limit, limited
+from hfdist.config.ranges import DAY_SECONDS, LIMIT, Limit, limited
 
 
 class TaskLoss(Enum):
@@ -108,8 +108,8 @@ class InferenceServer(Enum):
     sglang = "sglang"
 
 
-ANSWER_LIMIT, MOST_SERVERS = 86_400.0, 64
-"""Most seconds of `task.answer_seconds`, and most servers of a run."""
+MOST_SERVERS = 64
+"""Most servers of a run."""
 NO_SERVER = "task.server=null task.server_addresses=[] task.server_key_variable=null"
 """Overrides of a run without servers."""
 
@@ -204,9 +204,9 @@ class Traits:
         return self.head in (Head.tokens, Head.targets)
 
 
-_OF_PAIRS = ("loss", "beta", "label_smoothing", "margin", "nll_weight")
-_OF_REFERENCE = ("ref_model_sync_steps", "ref_model_mixup_alpha")
-_OF_OWN_ANSWERS = (
+_PAIR_KEYS = ("loss", "beta", "label_smoothing", "margin", "nll_weight")
+_REFERENCE_KEYS = ("ref_model_sync_steps", "ref_model_mixup_alpha")
+_ANSWER_KEYS = (
     "loss",
     "beta",
     "num_generations",
@@ -216,10 +216,10 @@ _OF_OWN_ANSWERS = (
     "top_p",
     "rewards",
     "reward_model",
-    *_OF_REFERENCE,
+    *_REFERENCE_KEYS,
 )
-_OF_POLICIES = (
-    *_OF_OWN_ANSWERS,
+_POLICY_KEYS = (
+    *_ANSWER_KEYS,
     "clip",
     "clip_high",
     "delta",
@@ -240,7 +240,7 @@ _OF_POLICIES = (
     "max_turns",
 )
 
-_WITH_REFERENCE = (
+_REFERENCE_LOSSES = (
     TaskLoss.sigmoid,
     TaskLoss.sigmoid_norm,
     TaskLoss.robust,
@@ -269,11 +269,11 @@ TRAITS = {
         trainer="DPOTrainer",
         learning_rate=1e-6,
         loss_unit="mean of pairs",
-        keys=(*_OF_PAIRS, *_OF_REFERENCE),
+        keys=(*_PAIR_KEYS, *_REFERENCE_KEYS),
         unit="pair",
         method="by direct preference optimization (DPO, arXiv 2305.18290) on pairs of answers",
         row_format=RowFormat.preference,
-        losses=_WITH_REFERENCE,
+        losses=_REFERENCE_LOSSES,
         has_reference=True,
         reads_images=True,
         is_planned=True,
@@ -282,17 +282,11 @@ TRAITS = {
         trainer="CPOTrainer",
         learning_rate=1e-6,
         loss_unit="mean of pairs",
-        keys=_OF_PAIRS,
+        keys=_PAIR_KEYS,
         unit="pair",
         method="on pairs of answers, without a reference model",
         row_format=RowFormat.preference,
-        losses=(
-            TaskLoss.sigmoid,
-            TaskLoss.hinge,
-            TaskLoss.ipo,
-            TaskLoss.simpo,
-            TaskLoss.orpo,
-        ),
+        losses=(TaskLoss.sigmoid, TaskLoss.hinge, TaskLoss.ipo, TaskLoss.simpo, TaskLoss.orpo),
         reads_images=True,
         is_planned=True,
     ),
@@ -323,7 +317,7 @@ TRAITS = {
         trainer="GRPOTrainer",
         learning_rate=1e-6,
         loss_unit="mean of tokens or answers",
-        keys=(*_OF_POLICIES, "trained_prompts", "scale_rewards"),
+        keys=(*_POLICY_KEYS, "trained_prompts", "scale_rewards"),
         unit="prompt",
         method="by group relative policy optimization (GRPO, arXiv 2402.03300): its own answers, by their rewards",
         losses=(
@@ -344,7 +338,7 @@ TRAITS = {
         trainer="RLOOTrainer",
         learning_rate=1e-6,
         loss_unit="mean of answers",
-        keys=(*_OF_POLICIES, "trained_prompts"),
+        keys=(*_POLICY_KEYS, "trained_prompts"),
         unit="prompt",
         method="by REINFORCE leave-one-out (RLOO, arXiv 2402.14740): its own answers, by their rewards",
         losses=(TaskLoss.rloo,),
@@ -355,7 +349,7 @@ TRAITS = {
         trainer="PPOTrainer",
         learning_rate=3e-6,
         loss_unit="mean of tokens",
-        keys=(*_OF_POLICIES, "gamma", "gae_lambda", "value_weight"),
+        keys=(*_POLICY_KEYS, "gamma", "gae_lambda", "value_weight"),
         unit="prompt",
         method="by proximal policy optimization (PPO, arXiv 1707.06347): its own answers, by rewards and values",
         losses=(TaskLoss.ppo,),
@@ -366,10 +360,10 @@ TRAITS = {
         trainer="OnlineDPOTrainer",
         learning_rate=5e-7,
         loss_unit="mean of pairs",
-        keys=(*_OF_OWN_ANSWERS, "label_smoothing", "nll_weight"),
+        keys=(*_ANSWER_KEYS, "label_smoothing", "nll_weight"),
         unit="prompt",
         method="by online DPO (arXiv 2402.04792): pairs of the best and the worst of its own answers, by their rewards",
-        losses=_WITH_REFERENCE,
+        losses=_REFERENCE_LOSSES,
         is_reinforcement=True,
     ),
     TaskName.distill: Traits(
@@ -377,8 +371,15 @@ TRAITS = {
         learning_rate=2e-5,
         loss_unit="nats a token",
         keys=(
-            *("teacher", "divergence_beta", "teacher_top_k", "teacher_sharding"),
-            *("on_policy", "max_new_tokens", "temperature", "top_k", "top_p"),
+            "teacher",
+            "divergence_beta",
+            "teacher_top_k",
+            "teacher_sharding",
+            "on_policy",
+            "max_new_tokens",
+            "temperature",
+            "top_k",
+            "top_p",
         ),
         method="by distillation: it learns what a teacher predicts for each next token (GKD, arXiv 2306.13649)",
         is_planned=True,
@@ -477,6 +478,7 @@ REWARD_MODEL = "reward_model"
 
 ENVIRONMENT = "environment"
 """The name among rewards of what an environment gives."""
+
 _SCALES = Limit("true, false or batch", lambda value: value in (True, False, "batch"))
 
 
@@ -593,7 +595,7 @@ class TaskConfig:
     """generators: steps by which the policy that gave an answer may be older than the one that it trains."""
     sync_every: int = limited(1, at_least=1)
     """generators: steps between the policies that they get; <= max_staleness + 1."""
-    answer_seconds: float = limited(600.0, above=0, at_most=ANSWER_LIMIT)
+    answer_seconds: float = limited(600.0, above=0, at_most=DAY_SECONDS)
     """generators: time after which a prompt goes to another one, too."""
     generators_port: int | None = limited(None, at_least=1, at_most=65535)
     """grpo, rloo, ppo: where `hfdist generate` of other machines may join; null: nobody may."""

@@ -11,12 +11,12 @@ from hfdist.data.documents.first_examples import (
 )
 from hfdist.data.documents.held_out import (
     HeldOut,
-    HeldOutImages,
     HeldOutSet,
     HeldOutSources,
     build_held_out,
     open_held_out_sources,
 )
+from hfdist.data.documents.held_out_images import HeldOutImages
 from hfdist.data.order.cursor import Cursor
 from hfdist.data.stream.figures import PoolReport, count_steps, count_trained, describe_losses, report
 from hfdist.data.stream.ledger import Ledger

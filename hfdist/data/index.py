@@ -82,14 +82,14 @@ def _index(key: str, data: DataConfig, folder: Path) -> bool:
     read = _Read(rows.key, digest_of([[file.name, file.size_bytes, file.version] for file in files]))
     on_bad = BadFilePolicy(data, f"{key}.path", len(files))
     number, count = read_shard(data.shard)
-    parts = [_Part(folder, one, count) for one in range(count)]
+    parts = [_Part(folder, part, count) for part in range(count)]
     folder.mkdir(parents=True, exist_ok=True)
     if parts[number].summary() is None or not parts[number].is_of(read):
-        own = slice(number * len(files) // count, (number + 1) * len(files) // count)
+        share = files[number * len(files) // count : (number + 1) * len(files) // count]
         # What the files hold is known of all, or of none.
-        read_at_a_start(files, cache, files[own])
+        read_at_a_start(files, cache, share)
         entries = ((Entry.of(shard, places[file.name]), shard.layout.starts)
-                   for file, shard in open_each(files[own], rows, cache, on_bad))  # fmt: skip
+                   for file, shard in open_each(share, rows, cache, on_bad))  # fmt: skip
         try:
             parts[number].write(entries, read, on_bad)
         except FileNotFoundError:
@@ -150,7 +150,7 @@ def _compare(key: str, source: SourceConfig, data: DataConfig, folder: Path) -> 
 def _touched(was: Shards, now: Shards) -> list[str]:
     """Name a file with another version that is too large to be compared."""
     pairs = zip(was.facts(), now.facts(), strict=True)
-    names = [one.name for one, other in pairs if one.place and other.place and one.place[1] != other.place[1]]
+    names = [old.name for old, new in pairs if old.place and new.place and old.place[1] != new.place[1]]
     return [f"{names[0]}, and {len(names) - 1} more, by their times of change"] if names else []
 
 
@@ -220,7 +220,7 @@ def _join(parts: Sequence[_Part], read: _Read, files: dict[str, DataFile], on_ba
     try:
         found = [part.read(read) for part in parts]
         batches = [batch for batch, _ in found]
-        on_bad.left_out = [one for _, left_out in found for one in left_out]
+        on_bad.left_out = [file for _, left_out in found for file in left_out]
         is_kept = _without_repeats(pa.Table.from_batches(batches), files, on_bad)
         places = np.cumsum([0, *map(len, batches)])
         kept = [is_kept[start:stop] for start, stop in pairwise(places)]
@@ -255,7 +255,7 @@ def _without_repeats(table: pa.Table, files: dict[str, DataFile], on_bad: BadFil
     counts = pc.value_counts(table.column("identity"))
     several = counts.field("values").filter(pc.greater(counts.field("counts"), 1))
     for number in np.flatnonzero(pc.is_in(table.column("identity"), several).to_numpy()).tolist():
-        name, identity, runs = (table.column(one)[number].as_py() for one in ("name", "identity", "runs"))
+        name, identity, runs = (table.column(column)[number].as_py() for column in ("name", "identity", "runs"))
         first = repeats.first_of(files[name], identity, runs)
         if first is not None:
             on_bad(files[name], ContentError("the file is there twice", where=files[name].url, found=first.url))

@@ -233,7 +233,8 @@ class _Job:
 
     def _of_another(self, number: int) -> DataError:
         """Make the error of a file that is there, but not as this process would make it."""
-        theirs, ours = read_json(self._record_path(number)).get("made_by"), self._made_by(number)
+        record, ours = read_json(self._record_path(number)), self._made_by(number)
+        theirs = record.get("made_by") if isinstance(record, dict) else None
         if not isinstance(theirs, list) or len(theirs) != len(ours) or theirs[0] != VERSION:
             others = ["version"]
         else:

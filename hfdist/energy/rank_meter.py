@@ -13,6 +13,7 @@ from hfdist.energy.estimates import WATTS_PER_CORE, DeviceAtFullLoad, ProcessLoa
 from hfdist.energy.meter import Meter, Source
 from hfdist.energy.nvml import open_device
 from hfdist.energy.rapl import POWERCAP, Rapl
+from hfdist.units import count
 
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
@@ -67,14 +68,13 @@ class RankMeter:
     def begin(self, rank: int, by_rank: Sequence[EnergySources]) -> None:
         """Count what belongs to this rank, as all ranks know from the sources of all."""
         own = by_rank[rank]
-        of_device = [number for number, one in enumerate(by_rank) if one.device == own.device]
-        of_host = [number for number, one in enumerate(by_rank) if one.host == own.host]
-        readers = [number for number in of_host if by_rank[number].has_rapl]
-        if self._device is not None and rank == of_device[0]:
+        device_ranks = [other for other, sources in enumerate(by_rank) if sources.device == own.device]
+        rapl_ranks = [other for other, sources in enumerate(by_rank) if sources.host == own.host and sources.has_rapl]
+        if self._device is not None and rank == device_ranks[0]:
             self._counted.append(self._device)
-        if not readers:
+        if not rapl_ranks:
             self._counted.append(self._share)
-        elif rank == readers[0]:
+        elif rank == rapl_ranks[0]:
             self._counted.append(self._host)
         intervals = [meter.sample_seconds for meter in self._counted if meter.sample_seconds is not None]
         if intervals:
@@ -110,46 +110,42 @@ def _machine() -> str:
 
 def is_known(by_rank: Iterable[EnergySources]) -> bool:
     """Whether the energy of each device is counted: a part of the sum would pass for the whole."""
-    return all(one.device is None or one.device_source is not None for one in by_rank)
+    return all(sources.device is None or sources.device_source is not None for sources in by_rank)
 
 
 def num_devices(by_rank: Sequence[EnergySources]) -> int:
     """Give the number of devices that a run pays for: GPUs, or where it computes on processors, hosts."""
-    devices = {one.device for one in by_rank if one.device is not None}
-    return len(devices) or len({one.host for one in by_rank})
+    devices = {sources.device for sources in by_rank if sources.device is not None}
+    return len(devices) or len({sources.host for sources in by_rank})
 
 
 def name_sources(by_rank: Iterable[EnergySources]) -> str:
     """Name what the figures come from, such as `nvml+estimate`."""
     by_rank = list(by_rank)
-    found = {one.device_source for one in by_rank if one.device_source is not None}
-    by_host = _has_rapl(by_rank)
-    found |= {(Source.rapl if has_rapl else Source.estimate).value for has_rapl in by_host.values()}
+    found = {sources.device_source for sources in by_rank if sources.device_source is not None}
+    found |= {(Source.rapl if has_rapl else Source.estimate).value for has_rapl in _has_rapl(by_rank).values()}
     return "+".join(source.value for source in Source if source.value in found)
 
 
 def describe_sources(by_rank: Iterable[EnergySources], *, device_watts: float | None, host_watts: float | None) -> str:
     """Say what is counted and how, in one line."""
     by_rank = list(by_rank)
-    devices = {one.device: one.device_source for one in by_rank if one.device is not None}
+    devices = {sources.device: sources.device_source for sources in by_rank if sources.device is not None}
     words: dict[object, str] = {
         "nvml": "measured by NVML",
         "estimate": f"estimated at {device_watts:g} W" if device_watts is not None else "",
         None: "not known (cost.device_watts estimates it)",
     }
-    parts = [f"{_count(number, 'GPU')} {words[source]}" for source, number in Counter(devices.values()).items()]
+    parts = [f"{count(number, 'GPU')} {words[source]}" for source, number in Counter(devices.values()).items()]
     load = f"{WATTS_PER_CORE:g} W a core" if host_watts is None else f"{host_watts:g} W a host"
     ways = {True: "measured by RAPL (processors and memory)", False: f"estimated from CPU time at {load}"}
-    parts += [f"{_count(number, 'host')} {ways[way]}" for way, number in Counter(_has_rapl(by_rank).values()).items()]
+    parts += [f"{count(number, 'host')} {ways[way]}" for way, number in Counter(_has_rapl(by_rank).values()).items()]
     return ", ".join(parts)
 
 
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}{'s' * (number > 1)}"
-
-
 def _has_rapl(by_rank: Iterable[EnergySources]) -> dict[str, bool]:
+    """Say of each host whether one of its ranks reads the host's counters."""
     found: dict[str, bool] = {}
-    for one in by_rank:
-        found[one.host] = found.get(one.host, False) or one.has_rapl
+    for sources in by_rank:
+        found[sources.host] = found.get(sources.host, False) or sources.has_rapl
     return found

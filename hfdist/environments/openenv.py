@@ -62,9 +62,8 @@ class OpenEnv(Environment):
         """End the session."""
         if self._socket is not None:
             # It may be the connection that has failed.
-            with suppress(Exception):
+            with suppress(Exception), self._connection:
                 self._socket.send(json.dumps({"type": "close"}))
-                self._connection.close()
 
     def _ask(self, kind: str, data: dict[str, Any]) -> Step:
         """Send a message and read the answer; a late one would be taken for the next, so that any error ends all."""

@@ -112,8 +112,7 @@ def check_environment(task: TaskConfig) -> None:
             OpenEnv(task.environment_url, task.environment_seconds).knock()
         except Exception as error:  # of sockets, TLS and HTTP
             what = f"the server of the environment does not answer: {named_line(error)}"
+            where, found = "task.environment_url", task.environment_url
             allowed = "the address of a server of OpenEnv that runs"
-            raise ConfigError(
-                what, where="task.environment_url", found=task.environment_url, allowed=allowed,
-                hint="start the server first; its address ends in /ws",
-            ) from error  # fmt: skip
+            hint = "start the server first; its address ends in /ws"
+            raise ConfigError(what, where=where, found=found, allowed=allowed, hint=hint) from error

@@ -40,6 +40,9 @@ class Call(NamedTuple):
     arguments: Mapping[str, object]
 
 
+_UNREADABLE = Call("", {})
+
+
 def describe_tools(tools: Sequence[Tool], *, where: str, found: str) -> list[Schema]:
     """Give the JSON schema of each tool, as transformers makes it for chat templates.
 
@@ -78,24 +81,18 @@ def _read(written: str) -> Call:
 def as_call(value: object) -> Call:
     """Read a call of the plain form, or as OpenAI writes it."""
     call = value.get("function", value) if isinstance(value, dict) else None
-    if not isinstance(call, dict) or not _is_text(call.get("name")):
-        return Call("", {})
-    arguments = call.get("arguments", {})
-    if isinstance(arguments, str):
-        # OpenAI has them as JSON in a text.
-        try:
-            arguments = json.loads(arguments)
-        except (ValueError, RecursionError):
-            return Call("", {})
-    return Call(call["name"], arguments) if isinstance(arguments, dict) else Call("", {})
-
-
-def _is_text(value: object) -> bool:
-    """Whether it is a text that has bytes: JSON can write halves of signs, which no tokenizer takes."""
+    if not isinstance(call, dict):
+        return _UNREADABLE
+    name, arguments = call.get("name"), call.get("arguments", {})
     try:
-        return isinstance(value, str) and bool(value.encode() or True)
-    except UnicodeEncodeError:
-        return False
+        if isinstance(arguments, str):
+            # OpenAI has them as JSON in a text.
+            arguments = json.loads(arguments)
+        # JSON can write half of a surrogate pair, which has no bytes, and which no tokenizer takes.
+        json.dumps([name, arguments], ensure_ascii=False).encode()
+    except (ValueError, RecursionError):
+        return _UNREADABLE
+    return Call(name, arguments) if isinstance(name, str) and isinstance(arguments, dict) else _UNREADABLE
 
 
 def do_call(call: Call, tools: Mapping[str, Tool], schemas: Mapping[str, Schema]) -> str:

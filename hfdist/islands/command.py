@@ -61,7 +61,7 @@ def _serve(arguments: list[str]) -> None:
             "the server cannot listen there",
             where=f"host, port ({COMMAND_LINE})",
             found=f"{host or 'all addresses'}, {port}: {error}",
-            hint="port=29600",
+            hint="another port, such as port=29601; of host, an address of this machine",
         ) from error
     for number in heard_signals():
         # At once, whatever its threads are at: it has nothing to save.

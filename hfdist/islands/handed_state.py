@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 import torch
 
 from hfdist.checkpoint.piece import Piece
-from hfdist.islands.outer import is_finite
+from hfdist.islands.segment import Segment
+from hfdist.islands.vectors import is_finite
 from hfdist.messages.message import Message
 
 
@@ -45,7 +46,8 @@ def _has_finite(piece: Piece, content: bytes) -> bool:
 
 
 def _describe(piece: Piece) -> list[object]:
-    return [piece.name, piece.key, list(piece.shape), piece.start, piece.view.numel(), str(piece.view.dtype)]
+    name, shape, *numbers = Segment.of(piece)
+    return [name, piece.key, list(shape), *numbers, str(piece.view.dtype)]
 
 
 def _bytes_of(piece: Piece) -> bytes:

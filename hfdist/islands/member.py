@@ -123,21 +123,20 @@ class Member:
             PeerError: the server does not answer for so long, or has ended this island.
             ConfigError: it refuses this rank.
         """
+        if self._connection is not None:
+            # Of earlier rendezvous. A new connection has none, and what comes with its welcome counts.
+            self._connection.forget()
         deadline, is_told = time.monotonic() + self._timeout_seconds, False
         while self._connection is None or (self._ends_with is None and self._connection.is_broken.is_set()):
             (self._ends_with or self).raise_if_ended()
             self.close()
             try:
-                where = self._address, self._secret, self._hello, self._more, self._timeout_seconds
-                self._connection = _Connection(*where, self._is_broken())
-                # Whoever only sees what travels does not know it.
-                self.nonce = prove(self._secret, "islands", self._connection.nonce)
+                self._open()
             except RefusedError as error:
                 # Perhaps it may be otherwise in a moment.
                 if not error.answer.get("may_pass") or time.monotonic() > deadline:
                     raise _refusal(error.answer) from None
-                is_told = is_told or _tell_of_wait(str(error.answer["refused"]), self._timeout_seconds)
-                time.sleep(_RETRY_SECONDS)
+                why = str(error.answer["refused"])
             except (OSError, NotAMessageError) as error:
                 if time.monotonic() > deadline:
                     raise PeerError(
@@ -146,10 +145,20 @@ class Member:
                         found=f"{':'.join(map(str, self._address))}: {error}",
                         hint="hfdist serve port=29600 on that machine; the same command goes on from a checkpoint",
                     ) from error
-                is_told = is_told or _tell_of_wait(f"no answer: {error}", self._timeout_seconds)
-                time.sleep(_RETRY_SECONDS)
-        # Of earlier rendezvous.
-        self._connection.forget()
+                why = f"no answer: {error}"
+            else:
+                continue
+            if not is_told:
+                logger.info("waiting for the server of the islands, at most %.0f s: %s", self._timeout_seconds, why)
+                is_told = True
+            time.sleep(_RETRY_SECONDS)
+
+    def _open(self) -> None:
+        self._connection = _Connection(
+            self._address, self._secret, self._hello, self._more, self._timeout_seconds, self._is_broken()
+        )
+        # Whoever only sees what travels does not know it.
+        self.nonce = prove(self._secret, "islands", self._connection.nonce)
 
     def _is_broken(self) -> threading.Event:
         if self._ends_with is None:
@@ -230,12 +239,6 @@ class Member:
         if self._connection is not None:
             self._connection.close()
             self._connection = None
-
-
-def _tell_of_wait(why: str, most_seconds: float) -> bool:
-    """Say once why a rank waits for the server, and for how long at most."""
-    logger.info("waiting for the server of the islands, at most %.0f s: %s", most_seconds, why)
-    return True
 
 
 def _refusal(answer: Mapping[str, object]) -> ConfigError:
@@ -331,22 +334,28 @@ class _Connection:
             thread.join()
 
     def _read(self) -> None:
-        with suppress(OSError, ValueError):
-            while (line := self._answers.readline(MOST_BYTES)).endswith(b"\n"):
-                message = read_message(line)
-                if num_bytes := message.integer("bytes", default=0):
-                    message["payload"] = self._answers.read(num_bytes)
-                    if len(message["payload"]) < num_bytes:
-                        break
-                if "aborted" in message:
-                    self.aborted.add(message.integer("aborted"))
-                if "ended" in message:
-                    self.ended = message.text("ended")
-                if "addresses" in message:
-                    self.addresses |= message.by_number("addresses")
-                elif "beat" not in message:
-                    self._messages.put(message)
-        self.is_broken.set()
+        try:
+            # No memory: for what is said to follow a message.
+            with suppress(OSError, ValueError, MemoryError):
+                while (line := self._answers.readline(MOST_BYTES)).endswith(b"\n"):
+                    message = read_message(line)
+                    if num_bytes := message.integer("bytes", default=0):
+                        message["payload"] = self._answers.read(num_bytes)
+                        if len(message["payload"]) < num_bytes:
+                            break
+                    self._take(message)
+        finally:
+            self.is_broken.set()
+
+    def _take(self, message: Message) -> None:
+        if "aborted" in message:
+            self.aborted.add(message.integer("aborted"))
+        if "ended" in message:
+            self.ended = message.text("ended")
+        if "addresses" in message:
+            self.addresses |= message.by_number("addresses")
+        elif "beat" not in message:
+            self._messages.put(message)
 
     def _beat(self) -> None:
         while not self.is_broken.wait(BEAT_SECONDS):

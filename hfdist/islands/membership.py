@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
 from weakref import WeakSet
@@ -25,6 +25,11 @@ class Connection:
     def hear(self) -> None:
         """Note that it is not silent."""
         self.heard_seconds = time.monotonic()
+
+    def beat(self) -> None:
+        """Say that this end lives; what is under way says so by itself, and may be all that `send` lets wait."""
+        if self.writer.transport.get_write_buffer_size() == 0:
+            self.send({"beat": 1})
 
     def send(self, message: Mapping[str, object], payload: bytes = b"") -> None:
         """Begin to send; it goes on beside what follows. Who does not take what was sent before is dropped."""
@@ -76,6 +81,20 @@ class Island:
         if new:
             self.tell_first({"addresses": {island.index: island.addresses for island in new}})
             self._introduced.update(new)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Islands:
+    """The islands of a job, as the server shows them to the coordinator of the job."""
+
+    connected: Mapping[int, Island]
+    """Those that are connected, by index; it is live."""
+    least: int | None
+    """How many must be there before the training begins; None: as many as the job says."""
+    end: Callable[[Island, str], None]
+    """Ends an island that cannot take part, and tells it why."""
+    say: Callable[[str], None]
+    """Takes a line for people."""
 
 
 class Coordinator(Protocol):

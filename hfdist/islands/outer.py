@@ -7,7 +7,6 @@ averages weights (local SGD, FedAvg). Adam without correction of the bias: FedAd
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
@@ -15,13 +14,18 @@ import torch
 
 from hfdist.checkpoint.piece import OPTIONAL, Piece
 from hfdist.config.islands import IslandsConfig, OuterRule
-from hfdist.islands.owned_pieces import OwnedPieces, join, share_out, to_host
+from hfdist.islands.owned_pieces import OwnedPieces, share_out
+from hfdist.islands.vectors import join, to_host
 
-OUTER_WEIGHT, OUTER_MOMENTUM, OUTER_SQUARE, OUTER_STEP = (
-    f"{OPTIONAL}outer_{name}" for name in ("weight", "momentum", "square", "step")
-)
-"""Keys of pieces: weights, momentum and mean of squares after the last round, and the step at which it ended."""
+OUTER_WEIGHT = f"{OPTIONAL}outer_weight"
+"""Key of the weights as they were after the last round."""
+OUTER_MOMENTUM = f"{OPTIONAL}outer_momentum"
+OUTER_SQUARE = f"{OPTIONAL}outer_square"
+"""Key of the mean of squares."""
+OUTER_STEP = f"{OPTIONAL}outer_step"
+"""Key of the step at which the last round ended."""
 _NEVER = -1
+"""The outer step where no round has begun."""
 
 
 @dataclass(frozen=True)
@@ -31,6 +35,7 @@ class _Outer:
     weight: torch.Tensor
     """Float32, flat, on the CPU."""
     momentum: torch.Tensor
+    """As `weight`; empty where the rule has none, as `square` is."""
     square: torch.Tensor
 
 
@@ -47,9 +52,12 @@ class OuterOptimizer:
         self._has_square = config.outer_optimizer is OuterRule.adam
         self._has_momentum = config.outer_momentum > 0 or self._has_square
         sizes = [piece.view.numel() for piece in self.owned.held()]
-        self._fragment = share_out(sizes, config.fragments)
+        self._fragments = share_out(sizes, config.fragments)
         """Number of the fragment of each piece that this rank holds."""
-        self._own_fragment = [part for part, is_own in zip(self._fragment, self.owned.is_own, strict=True) if is_own]
+        self._own_fragments = [
+            number for number, is_own in zip(self._fragments, self.owned.is_own, strict=True) if is_own
+        ]
+        """Number of the fragment of each piece that this rank owns."""
         self._step = torch.full((1,), _NEVER)
         self._outer = [
             _Outer(
@@ -63,7 +71,7 @@ class OuterOptimizer:
 
     @property
     def layout(self) -> str:
-        """Equal for ranks that hold the same pieces."""
+        """The layout of the owned pieces."""
         return self.owned.layout
 
     @property
@@ -106,12 +114,11 @@ class OuterOptimizer:
 
     def changes(self, fragment: int | None) -> torch.Tensor:
         """Give how far the weights of a fragment, or all, are from the outer ones: float32 of shape [n]."""
-        held = zip(self._outer, self.owned.own(), self._own_fragment, strict=True)
         # A weight of less precision began at the rounded outer one.
         return join(
             outer.weight.to(piece.view.dtype).float() - to_host(piece.view)
-            for outer, piece, part in held
-            if fragment in (None, part)
+            for outer, piece, number in zip(self._outer, self.owned.own(), self._own_fragments, strict=True)
+            if fragment in (None, number)
         )
 
     def take(self, mean: torch.Tensor, step: int, fragment: int | None) -> None:
@@ -124,13 +131,15 @@ class OuterOptimizer:
             step: the step after which these changes were computed.
             fragment: of `changes`.
         """
-        moved = [outer for outer, part in zip(self._outer, self._own_fragment, strict=True) if fragment in (None, part)]
+        moved = [
+            outer for outer, number in zip(self._outer, self._own_fragments, strict=True) if fragment in (None, number)
+        ]
         changes = mean.split([len(outer.weight) for outer in moved]) if moved else ()
         for outer, change in zip(moved, changes, strict=True):
             outer.weight.sub_(self._direction(outer, change), alpha=self._config.outer_lr)
         self._step.fill_(step)
         self._digest = None
-        among = [fragment in (None, part) for part in self._fragment]
+        among = [fragment in (None, number) for number in self._fragments]
         # After the last exchange of a run no share of the island's own weights stays.
         mix = 0.0 if fragment is None else self._config.mix
         self.owned.spread([outer.weight for outer in moved], among=among, mix=mix)
@@ -145,8 +154,3 @@ class OuterOptimizer:
             outer.momentum.mul_(momentum).add_(change)
             return change + momentum * outer.momentum
         return change
-
-
-def is_finite(vector: torch.Tensor) -> bool:
-    """Whether all of its numbers are finite."""
-    return math.isfinite(float(vector.sum())) or bool(torch.isfinite(vector).all())

@@ -13,13 +13,14 @@ import torch.distributed as dist
 from hfdist.checkpoint.piece import MASTER, WEIGHT, Piece, is_number
 from hfdist.collectives import device_of, gather_json, rank
 from hfdist.data.cache import digest_of
-
-Place = tuple[str, tuple[int, ...], int, int, int, int]
-"""Place of a piece: name, shape of the whole tensor, start, run, pitch, elements."""
+from hfdist.islands.segment import Segment
+from hfdist.islands.vectors import join
 
 
 class OwnedPieces:
-    """What the optimizer of an island steps, and this rank exchanges. All ranks of an island make it together.
+    """The pieces that the optimizer of an island steps, each with the rank that exchanges it: its owner.
+
+    All ranks of an island make it together.
 
     Args:
         list_pieces: gives the pieces of this rank's engine, anew each time.
@@ -27,19 +28,21 @@ class OwnedPieces:
 
     def __init__(self, list_pieces: Callable[[], Iterable[Piece]]) -> None:
         self._list_pieces = list_pieces
-        self._copied = _copied(list_pieces())
+        self._copied = _find_copied(list_pieces())
         held = self.held()
-        self.layout = digest_of([[piece.key, place_of(piece)] for piece in held])
+        self.layout = digest_of([[piece.key, Segment.of(piece)] for piece in held])
         """Digest that is equal for ranks that hold the same pieces."""
-        told = gather_json([self.layout, min((piece.name for piece in held), default=None)])
-        self.first_name = min(name for _, name in told if name is not None)
+        of_ranks = gather_json([self.layout, min((piece.name for piece in held), default=None)])
+        self.first_name = min(name for _, name in of_ranks if name is not None)
         """The smallest name of a piece on any rank, in the order of text."""
-        alike = [place for place, (layout, _) in enumerate(told) if layout == told[rank()][0]]
-        self._group = _group_of([layout for layout, _ in told])
-        self._place = alike.index(rank())
-        self._owner = share_out([piece.view.numel() for piece in held], len(alike))
-        """Owner of each piece that this rank holds: its number among the ranks that hold the same pieces."""
-        self.is_own = [owner == self._place for owner in self._owner]
+        layouts = [layout for layout, _ in of_ranks]
+        holders = [number for number, layout in enumerate(layouts) if layout == self.layout]
+        self._group = _group_of(layouts)
+        self._number = holders.index(rank())
+        """Number of this rank among those that hold the same pieces."""
+        self._owners = share_out([piece.view.numel() for piece in held], len(holders))
+        """Owner of each of `held`: its number among the ranks that hold the same pieces."""
+        self.is_own = [owner == self._number for owner in self._owners]
         """Whether this rank owns each of `held`."""
 
     def held(self) -> list[Piece]:
@@ -55,76 +58,62 @@ class OwnedPieces:
         ]
 
     def own(self) -> list[Piece]:
-        """List what this rank exchanges."""
+        """List those of `held` that this rank exchanges."""
         return [piece for piece, is_own in zip(self.held(), self.is_own, strict=True) if is_own]
 
     def own_state(self, key: str) -> list[Piece]:
-        """List what the engine's optimizer keeps of it under a key."""
-        found = {place_of(piece): piece for piece in self._list_pieces() if piece.key == key}
-        return [found[place_of(piece)] for piece in self.own()]
+        """List what the engine's optimizer keeps under a key, for each of `own`."""
+        kept = {Segment.of(piece): piece for piece in self._list_pieces() if piece.key == key}
+        return [kept[Segment.of(piece)] for piece in self.own()]
 
     @torch.no_grad()
     def spread(self, values: Sequence[torch.Tensor], *, among: Sequence[bool] | None = None, mix: float = 0.0) -> None:
-        """Move what all ranks hold to what its owners have. A collective; `engine.after_load` must follow.
+        """Set what all ranks hold to the values of its owners. A collective; `engine.after_load` must follow.
 
         Args:
-            values: float32 on the CPU, one for each of `own`, or of those that move.
-            among: which of `held` move; None: all.
+            values: float32 on the CPU, one for each of `own`, or of those that change.
+            among: which of `held` change; None: all.
             mix: share of the present weights that stays.
         """
-        moves = [True] * len(self._owner) if among is None else among
-        pieces = list(zip(self.held(), self._owner, moves, strict=True))
-        for owner in range(1 if self._group is None else dist.get_world_size(self._group)):
-            moved = [piece for piece, place, is_moved in pieces if place == owner and is_moved]
-            if not moved:
+        changes = [True] * len(self._owners) if among is None else among
+        pieces = list(zip(self.held(), self._owners, changes, strict=True))
+        for number in range(1 if self._group is None else dist.get_world_size(self._group)):
+            changed = [piece for piece, owner, is_changed in pieces if owner == number and is_changed]
+            if not changed:
                 continue
-            sizes = [piece.view.numel() for piece in moved]
-            joined = join(values) if owner == self._place else torch.empty(sum(sizes))
+            sizes = [piece.view.numel() for piece in changed]
+            joined = join(values) if number == self._number else torch.empty(sum(sizes))
             if self._group is not None:
                 joined = joined.to(device_of(self._group))
-                dist.broadcast(joined, group=self._group, group_src=owner)
-            for piece, value in zip(moved, joined.split(sizes), strict=True):
+                dist.broadcast(joined, group=self._group, group_src=number)
+            for piece, value in zip(changed, joined.split(sizes), strict=True):
                 view, new = piece.view.detach(), value.view(piece.view.shape)
                 view.copy_(new if mix == 0 else mix * view.float() + (1 - mix) * new.to(view.device))
 
 
-def place_of(piece: Piece) -> Place:
-    """Give which elements of which tensor a piece holds."""
-    return piece.name, piece.shape, piece.start, piece.run, piece.pitch, piece.view.numel()
-
-
-def to_host(view: torch.Tensor) -> torch.Tensor:
-    """Give a copy in float32 on the CPU, flat."""
-    return view.detach().reshape(-1).float().cpu()
-
-
-def join(tensors: Iterable[torch.Tensor]) -> torch.Tensor:
-    """Give one tensor of all elements; there may be none."""
-    return torch.cat([torch.empty(0), *tensors])
-
-
-def _copied(pieces: Iterable[Piece]) -> set[str]:
+def _find_copied(pieces: Iterable[Piece]) -> set[str]:
     """Name the parameters of which some rank steps a float32 copy; others may hold their weights. A collective."""
-    own = sorted({piece.name for piece in pieces if piece.key == MASTER})
-    return {name for names in gather_json(own) for name in names}
+    of_rank = sorted({piece.name for piece in pieces if piece.key == MASTER})
+    return {name for names in gather_json(of_rank) for name in names}
 
 
 def _group_of(layouts: list[str]) -> dist.ProcessGroup | None:
     """Give the group of the ranks that hold the same pieces; None: this one alone. A collective."""
-    found = None
+    own_group = None
+    # All ranks make all groups, as torch asks for.
     for layout in dict.fromkeys(layouts):
-        ranks = [place for place, other in enumerate(layouts) if other == layout]
+        ranks = [number for number, of_rank in enumerate(layouts) if of_rank == layout]
         if len(ranks) > 1:
             group = dist.new_group(ranks)
-            found = group if rank() in ranks else found
-    return found
+            own_group = group if rank() in ranks else own_group
+    return own_group
 
 
-def share_out(sizes: list[int], number: int) -> list[int]:
-    """Give each of some pieces a number, the largest first and to whom has least."""
-    loads, owners = [0] * number, [0] * len(sizes)
-    for place in sorted(range(len(sizes)), key=lambda place: -sizes[place]):
+def share_out(sizes: list[int], num_owners: int) -> list[int]:
+    """Give the number of the owner of each piece: the largest piece first, to the owner that has least so far."""
+    loads, owners = [0] * num_owners, [0] * len(sizes)
+    for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):
         owner = loads.index(min(loads))
-        owners[place] = owner
-        loads[owner] += sizes[place]
+        owners[index] = owner
+        loads[owner] += sizes[index]
     return owners

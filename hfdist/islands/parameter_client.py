@@ -20,9 +20,11 @@ from hfdist.errors import PeerError
 from hfdist.islands.codec import encode
 from hfdist.islands.cuts import cut, cut_values, share_out_parts
 from hfdist.islands.member import make_member
-from hfdist.islands.owned_pieces import OwnedPieces, join, place_of, to_host
+from hfdist.islands.owned_pieces import OwnedPieces
 from hfdist.islands.parameter_store import find_slots
+from hfdist.islands.segment import Segment
 from hfdist.islands.shard_members import ShardMembers
+from hfdist.islands.vectors import join, to_host
 from hfdist.messages.message import Message
 
 _GRADIENT = "gradient"
@@ -81,8 +83,8 @@ class ParameterClient:
         """What the server's optimizer keeps of each own piece, by slot, as the last answer or a checkpoint has it."""
         self._kept_parts = [cut_values(own, values) for values in self._kept.values()]
         """Views of `_kept`, by slot."""
-        self._places = share_out_parts(cut(own), config.server_shards)
-        """Places, among the parts of own pieces, of what each shard of the server has."""
+        self._indices = share_out_parts(cut(own), config.server_shards)
+        """Indices, among the parts of own pieces, of those that each shard of the server has."""
         self._members: ShardMembers | None = None
         """The connections to the server; None before and after a training."""
         self._figures: dict[str, float] = {}
@@ -135,23 +137,23 @@ class ParameterClient:
             None; or, if the connection had ended, what `connect` gives.
         """
         begin = time.monotonic()
-        # Part by part: what one travels as has nothing to do with what is beside it.
+        # Part by part, so that it does not matter which parts a shard has.
         coded = [encode(self._config.codec, to_host(part.view)) for part in cut(self._owned.own_state(_GRADIENT))]
-        contents = [b"".join(coded[place] for place in places) for places in self._places]
+        contents = [b"".join(coded[index] for index in of_shard) for of_shard in self._indices]
         # A step that was skipped counts nothing; one rank's parameters may have no part in a step.
         has_taken = any(gather_json(recorder.has_taken))
         message = {"push": step, "targets": targets if has_taken else 0.0, "state": state if rank() == 0 else None}
         recorder.has_taken = False
-        found = None
+        other_island = None
         answers = self._ask(message, [{"push": step}] * (len(contents) - 1), contents)
         if answers is not None:
             self._take(answers, with_slots=False)
         else:
-            found = self._join(step, state, may_begin=False)
+            other_island = self._join(step, state, may_begin=False)
         self._figures["islands/sent_bytes"] = self._figures.get("islands/sent_bytes", 0) + sum(map(len, contents))
         waited = self._figures.get("islands/wait_seconds", 0.0) + time.monotonic() - begin
         self._figures |= {"islands/wait_seconds": waited, "islands/updates": float(self._updates)}
-        return found
+        return other_island
 
     def fetch(self) -> None:
         """Take weights, and what the server's optimizer keeps of them, for a checkpoint.
@@ -186,18 +188,20 @@ class ParameterClient:
         assert self._members is not None
         for _ in range(_MOST_CONNECTIONS):
             self._members.connect()
-            own = cut(self._owned.own())
-            kept = [[to_host(part.view) for part in own], *self._kept_parts]
+            parts = cut(self._owned.own())
+            rows = [[to_host(part.view) for part in parts], *self._kept_parts]
             contents = [
-                join(row[place] for row in kept for place in places).numpy().tobytes() for places in self._places
+                join(row[index] for row in rows for index in of_shard).numpy().tobytes() for of_shard in self._indices
             ]
-            first, *others = [{"segments": [place_of(own[place]) for place in places]} for places in self._places]
+            first, *others = [
+                {"segments": [Segment.of(parts[index]) for index in of_shard]} for of_shard in self._indices
+            ]
             message = {"step": step, "updates": int(self._updates), "may_begin": may_begin}
             answers = self._ask(first | message | {"state": state if rank() == 0 else None}, others, contents)
             if answers is not None:
                 self._take(answers, with_slots=True)
-                found: Place = gather_json({"step": answers[0]["step"], "state": answers[0]["state"]})[0]
-                return found
+                furthest: Place = gather_json({"step": answers[0]["step"], "state": answers[0]["state"]})[0]
+                return furthest
         what = "the server of the islands has ended each connection, or was started anew and has no weights"
         hint = "its own lines say why; the same command goes on from the last checkpoint"
         raise PeerError(what, where="islands.address", found=self._config.address, hint=hint)
@@ -213,15 +217,17 @@ class ParameterClient:
         return self._members.ask([first, *others], contents)
 
     def _take(self, answers: Sequence[Message], *, with_slots: bool) -> None:
+        """Take weights, and what the server's optimizer keeps of them if that was asked for, from all shards."""
         own = self._owned.own()
         weights = [torch.empty(piece.view.numel()) for piece in own]
-        taken = [cut_values(own, weights), *(self._kept_parts if with_slots else [])]
-        for answer, places in zip(answers, self._places, strict=True):
-            content = answer.get("payload", b"")
-            values = torch.frombuffer(bytearray(content), dtype=torch.float32) if content else torch.empty(0)
-            sizes = [taken[0][place].numel() for place in places]
-            for of_slot, row in zip(taken, values.view(len(taken), -1), strict=True):
-                for place, value in zip(places, row.split(sizes) if places else (), strict=True):
-                    of_slot[place].copy_(value)
+        rows = [cut_values(own, weights), *(self._kept_parts if with_slots else [])]
+        for answer, of_shard in zip(answers, self._indices, strict=True):
+            if not of_shard:
+                continue
+            values = torch.frombuffer(bytearray(answer["payload"]), dtype=torch.float32).view(len(rows), -1)
+            sizes = [rows[0][index].numel() for index in of_shard]
+            for row, of_row in zip(rows, values, strict=True):
+                for index, value in zip(of_shard, of_row.split(sizes), strict=True):
+                    row[index].copy_(value)
         self._updates.fill_(int(answers[0]["weights"]))
         self._owned.spread(weights)

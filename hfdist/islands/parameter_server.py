@@ -16,7 +16,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from hfdist.errors import named_line
-from hfdist.islands.membership import Island
+from hfdist.islands.membership import Island, Islands
 from hfdist.islands.parameter_shard import ParameterShard, optimizer_of
 from hfdist.islands.shard_link import ShardLink
 from hfdist.messages.message import Message, NotAMessageError
@@ -25,7 +25,7 @@ from hfdist.optim.schedule import rate_at
 _MOST_STEPS = 2**40
 _MOST_BAD = 5
 """Number of pushes in a row that are left out before the island itself is."""
-_Place = tuple[int, int]
+_ShardRank = tuple[int, int]
 """Number of a shard, and a rank."""
 
 
@@ -35,9 +35,9 @@ class _Worker:
 
     island: Island
     num_shards: int
-    layout: dict[_Place, str] = field(default_factory=dict)
+    layout: dict[_ShardRank, str] = field(default_factory=dict)
     """Digests of the segments that each rank has brought to each shard."""
-    pushed: set[_Place] = field(default_factory=set)
+    pushed: set[_ShardRank] = field(default_factory=set)
     """Ranks that have pushed, and to which shards."""
     updates: int = 0
     step: int = 0
@@ -53,7 +53,7 @@ class _Worker:
     waits: bool = False
     """Whether it has pushed, and waits for weights."""
 
-    def has_all(self, places: Mapping[_Place, str] | set[_Place]) -> bool:
+    def has_all(self, places: Mapping[_ShardRank, str] | set[_ShardRank]) -> bool:
         """Whether there is something of each rank at each shard."""
         return self.island.is_complete and len(places) == self.num_shards * len(self.island.addresses)
 
@@ -63,28 +63,17 @@ class ParameterServer:
 
     Args:
         job: what all islands have alike, by key.
-        islands: that are connected, by index; it is live.
-        least: islands with which the training begins; None: as many as they say.
-        end: ends an island that cannot take part, and tells it why.
-        say: takes a line for people.
+        islands: of the job.
         links: to the other shards, of which each has a part of the tensors; this process has the first.
 
     Raises:
         NotAMessageError: a job that no island would have.
     """
 
-    def __init__(
-        self,
-        job: Message,
-        islands: Mapping[int, Island],
-        least: int | None,
-        end: Callable[[Island, str], None],
-        say: Callable[[str], None],
-        links: Sequence[ShardLink],
-    ) -> None:
-        self._islands, self._end, self._say, self._links = islands, end, say, links
+    def __init__(self, job: Message, islands: Islands, links: Sequence[ShardLink]) -> None:
+        self._islands, self._end, self._say, self._links = islands.connected, islands.end, islands.say, links
         count = job.integer("islands.count", least=1)
-        self._least = count if least is None else least
+        self._least = count if islands.least is None else islands.least
         self._staleness = None if job.get("islands.staleness") is None else job.integer("islands.staleness")
         """Steps that an island may be ahead of the slowest; None: no island waits for another."""
         self._max_norm = job.number("train.max_grad_norm")
@@ -93,7 +82,7 @@ class ParameterServer:
         self._bad: Counter[int] = Counter()
         """Number of pushes in a row that were left out, by island."""
         self._workers: dict[int, _Worker] = {}
-        self._layout: dict[_Place, str] | None = None
+        self._layout: dict[_ShardRank, str] | None = None
         """Layout of the weights that all train; None: there are no weights yet."""
         self._step = 0
         """Step of the island that is ahead of all others."""
@@ -131,7 +120,7 @@ class ParameterServer:
             raise NotAMessageError("no rank says that here")
 
     def tick(self) -> None:
-        """Wait for who is slow."""
+        """Do nothing: islands that are slow are waited for."""
 
     def lose(self, index: int) -> None:
         """Go on without an island."""
@@ -198,15 +187,15 @@ class ParameterServer:
         if self._layout is not None:
             self._admit([worker])
             return
-        there = [one for one in self._workers.values() if one.has_all(one.layout)]
-        if len(there) < self._least:
-            self._say(f"{len(there)} of {self._least} islands are there")
+        present = [one for one in self._workers.values() if one.has_all(one.layout)]
+        if len(present) < self._least:
+            self._say(f"{len(present)} of {self._least} islands are there")
             return
-        newest = max(there, key=lambda one: one.step)
+        newest = max(present, key=lambda one: one.step)
         self._step, self._state, self._layout = newest.step, newest.state, dict(newest.layout)
         begin = {"begin": newest.island.ticket, "updates": newest.updates}
         self._do(lambda: self._ask(begin))
-        admitted = self._admit(there)
+        admitted = self._admit(present)
         self._say(f"islands {', '.join(str(one.island.index) for one in admitted)} train from step {newest.step}")
 
     def _admit(self, workers: Sequence[_Worker]) -> list[_Worker]:
@@ -292,7 +281,7 @@ class ParameterServer:
 
     @property
     def _told(self) -> dict[str, object]:
-        """What who gets weights of the first shard is told besides."""
+        """What the first shard says with the weights that it gives: of the island that is ahead of all others."""
         return {"step": self._step, "state": self._state}
 
     def _drop(self, ticket: str) -> None:

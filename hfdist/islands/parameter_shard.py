@@ -18,8 +18,9 @@ from hfdist.config.plain_values import from_plain
 from hfdist.data.cache import digest_of
 from hfdist.errors import ConfigError
 from hfdist.islands.codec import decode
-from hfdist.islands.outer import is_finite
-from hfdist.islands.parameter_store import OptimizerSlots, ParameterStore, Segment, find_slots
+from hfdist.islands.parameter_store import OptimizerSlots, ParameterStore, find_slots
+from hfdist.islands.segment import Segment
+from hfdist.islands.vectors import is_finite
 from hfdist.messages.message import Message, NotAMessageError
 
 Send = Callable[[str, int, Mapping[str, object], bytes], None]
@@ -174,12 +175,12 @@ class ParameterShard:
 
 
 def _read_segments(message: Message) -> list[Segment]:
-    found = []
-    for one in message.list("segments"):
-        if not isinstance(one, list) or len(one) != len(Segment._fields) or not isinstance(one[1], list):
-            raise NotAMessageError("a segment has a name, a shape, and four numbers")
-        name, shape, *place = one
-        given = Message({"name": name} | {f"{number}": value for number, value in enumerate([*shape, *place])})
-        numbers = [given.integer(f"{number}") for number in range(len(given) - 1)]
-        found.append(Segment(given.text("name"), tuple(numbers[:-4]), *numbers[-4:]))
-    return found
+    return [_read_segment(values) for values in message.list("segments")]
+
+
+def _read_segment(values: object) -> Segment:
+    if not isinstance(values, list) or len(values) != len(Segment._fields):
+        raise NotAMessageError("a segment has a name, a shape, and four numbers")
+    found = Message(zip(Segment._fields, values, strict=True))
+    start, run, pitch, num_elements = (found.integer(name) for name in ("start", "run", "pitch", "num_elements"))
+    return Segment(found.text("name"), tuple(found.integers("shape")), start, run, pitch, num_elements)

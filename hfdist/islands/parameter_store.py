@@ -15,21 +15,11 @@ from torch import nn
 from hfdist.checkpoint.piece import STEP
 from hfdist.config.optimizer import OptimizerConfig
 from hfdist.errors import ConfigError
+from hfdist.islands.segment import Segment
 from hfdist.optim.check import check, describe
 from hfdist.optim.probe import Reach, moving_options, starts_from_zeros
 from hfdist.optim.registry import find_optimizer, make_small
 from hfdist.optim.trial_step import state_after_step
-
-
-class Segment(NamedTuple):
-    """The elements of a parameter that a rank exchanges; see `Piece`."""
-
-    name: str
-    shape: tuple[int, ...]
-    start: int
-    run: int
-    pitch: int
-    num_elements: int
 
 
 class OptimizerSlots(NamedTuple):

@@ -12,11 +12,11 @@ import math
 import random
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from hfdist.errors import printable
-from hfdist.islands.membership import Island
+from hfdist.islands.membership import Island, Islands
 from hfdist.messages.message import Message, NotAMessageError
 
 _MOST_TIMES_OUT = 3
@@ -54,14 +54,14 @@ class Arrival:
         names = ("step", "outer_step", "digest", "weight", "rests", "read")
         if len(value) != len(names):
             raise NotAMessageError(f"an arrival has {len(names)} members")
-        given = Message(zip(names, value, strict=True))
+        message = Message(zip(names, value, strict=True))
         return cls(
-            step=given.integer("step"),
-            outer_step=given.integer("outer_step"),
-            digest=given.text("digest"),
-            weight=given.number("weight"),
-            rests=given.flag("rests"),
-            read=given["read"],
+            step=message.integer("step"),
+            outer_step=message.integer("outer_step"),
+            digest=message.text("digest"),
+            weight=message.number("weight"),
+            rests=message.flag("rests"),
+            read=message["read"],
         )
 
     @property
@@ -71,7 +71,7 @@ class Arrival:
 
     @property
     def is_start(self) -> bool:
-        """Whether it has learned nothing since."""
+        """Whether it has learned nothing since the last round that counts."""
         return self.step == self.outer_step
 
 
@@ -96,23 +96,13 @@ class Rendezvous:
 
     Args:
         job: what all islands have alike, by key.
-        islands: that are connected, by index; it is live.
-        least: islands with which the first round begins; None: as many as they say.
-        end: ends an island that cannot take part, and tells it why.
-        say: takes a line for people.
+        islands: of the job.
     """
 
-    def __init__(
-        self,
-        job: Message,
-        islands: Mapping[int, Island],
-        least: int | None,
-        end: Callable[[Island, str], None],
-        say: Callable[[str], None],
-    ) -> None:
-        self._islands, self._end_island, self._say = islands, end, say
+    def __init__(self, job: Message, islands: Islands) -> None:
+        self._islands, self._end_island, self._say = islands.connected, islands.end, islands.say
         count = job.integer("islands.count", least=1)
-        self._least = count if least is None else least
+        self._least = count if islands.least is None else islands.least
         self._participation = job.number("islands.participation") if "islands.participation" in job else 1.0
         self._arrivals: dict[int, Arrival] = {}
         """Arrivals of the islands that wait, by their index."""
@@ -151,8 +141,11 @@ class Rendezvous:
         """Lose those who keep the others waiting for too long."""
         if time.monotonic() < self._until:
             return
-        self._until, one = math.inf, self._under_way
-        late = self._aborted - self._arrivals.keys() if one is None else one.missing or one.sources.keys()
+        self._until, under_way = math.inf, self._under_way
+        if under_way is None:
+            late = self._aborted - self._arrivals.keys()
+        else:
+            late = under_way.missing or set(under_way.sources)
         for index in sorted(late & self._islands.keys()):
             self._end_island(self._islands[index], "it keeps the others waiting in an exchange")
 
@@ -173,7 +166,7 @@ class Rendezvous:
         self._meet()
 
     def _meet(self) -> None:
-        """Begin to exchange if all islands have come."""
+        """Begin a round, or an exchange, if all islands have come."""
         there = [island for island in self._islands.values() if island.is_complete]
         arrivals = {island.index: self._arrivals[island.index] for island in there if island.index in self._arrivals}
         if self._under_way is not None or not arrivals or len(arrivals) < len(there) or self._leave_out():
@@ -185,28 +178,35 @@ class Rendezvous:
         outers = [arrival.outer for arrival in arrivals.values()]
         # The newest, and of several those of most islands.
         newest = max(outers, key=lambda outer: (outer[0], outers.count(outer), outer[1]))
-        alike = {index: arrival for index, arrival in arrivals.items() if arrival.outer == newest}
-        dealt = self._there or sorted(alike)
+        candidates = {index: arrival for index, arrival in arrivals.items() if arrival.outer == newest}
+        dealt = self._there or sorted(candidates)
         # If all who were to train are lost, the others do.
-        alike = {index: arrival for index, arrival in alike.items() if not arrival.rests} or alike
-        starting = [index for index, arrival in alike.items() if arrival.is_start]
-        if len(starting) == len(alike):
+        candidates = {index: arrival for index, arrival in candidates.items() if not arrival.rests} or candidates
+        starting = [index for index, arrival in candidates.items() if arrival.is_start]
+        if len(starting) == len(candidates):
             dealt = sorted(starting)
         else:
             # In the middle of a round each keeps what it was dealt. Who was dealt nothing gets a state at its end.
             starting = [index for index in starting if index in dealt]
         self._number += 1
         if starting:
-            # They have nothing to exchange yet. All others wait for them.
-            self._there = dealt
-            nobody: dict[str, object] = {"members": [], "sources": {}, "weights": {}, "there": dealt}
-            self._tell(starting, {"round": self._number, "resting": self._draw_resting(starting)} | nobody)
-            return
-        last = max(arrival.step for arrival in alike.values())
-        members = sorted(index for index, arrival in alike.items() if arrival.step == last)
-        members = [index for index in members if index not in self._left_out] or members
-        others = sorted(index for index in arrivals if index not in members)
-        sources = {joiner: members[place % len(members)] for place, joiner in enumerate(others)}
+            self._begin_round(starting, dealt)
+        else:
+            self._begin_exchange(candidates, arrivals)
+
+    def _begin_round(self, starting: list[int], dealt: list[int]) -> None:
+        """Let islands train that have nothing to exchange yet; all others wait for them. `dealt` have the data."""
+        self._there = dealt
+        nobody: dict[str, object] = {"members": [], "sources": {}, "weights": {}, "there": dealt}
+        self._tell(starting, {"round": self._number, "resting": self._draw_resting(starting)} | nobody)
+
+    def _begin_exchange(self, candidates: Mapping[int, Arrival], arrivals: Mapping[int, Arrival]) -> None:
+        """Let the candidates at the last step exchange, and give the state of one of them to each other island."""
+        last = max(arrival.step for arrival in candidates.values())
+        at_last = sorted(index for index, arrival in candidates.items() if arrival.step == last)
+        members = [index for index in at_last if index not in self._left_out] or at_last
+        others = sorted(arrivals.keys() - set(members))
+        sources = {joiner: members[number % len(members)] for number, joiner in enumerate(others)}
         read = {index: arrivals[index].read for index in members}
         self._under_way = _Rendezvous(self._number, members, sources, set(members), read, sorted(arrivals))
         self._until = math.inf
@@ -225,11 +225,14 @@ class Rendezvous:
         return random.Random(self._number).sample(sorted(there), number)
 
     def _leave_out(self) -> bool:
-        """Leave out those of whom most have complained, or they themselves; whether one of them was ended."""
+        """Leave out those of whom most have complained, or they themselves; say whether one of them was ended."""
         accused, self._accused = self._accused, {}
+        if not accused:
+            return False
         counts = {index: math.inf if index in by else len(by) for index, by in accused.items()}
-        most = {index for index, count in counts.items() if count == max(counts.values())}
-        if not most or most >= self._aborted:
+        largest = max(counts.values())
+        most = {index for index, count in counts.items() if count == largest}
+        if most >= self._aborted:
             # Each says it of the other: nobody can tell.
             return False
         has_ended = False

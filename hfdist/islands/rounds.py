@@ -19,14 +19,17 @@ from hfdist.islands.data_share import DataShare
 from hfdist.islands.handed_state import misfit, take_state, write_state
 from hfdist.islands.member import Participants, make_member
 from hfdist.islands.open_transport import find_own_host, open_transport
-from hfdist.islands.outer import OuterOptimizer, is_finite
+from hfdist.islands.outer import OuterOptimizer
 from hfdist.islands.rendezvous import Arrival
 from hfdist.islands.transport import MOST_PART_BYTES, AbortedError, BadPartError, Transport
+from hfdist.islands.vectors import is_finite
 from hfdist.messages.message import MOST_BYTES, Message, NotAMessageError, read_message
 
 logger = logging.getLogger(__name__)
 
 _STATE = "state"
+_ABORTED = "aborted"
+"""Why a rank has no state of another island, where that is nobody's fault."""
 _MOST_HEADER_BYTES = 2**26
 _MOST_TRIES = 12
 """The most tries of the exchange of one step."""
@@ -45,6 +48,7 @@ class _Exchange:
     """Weight of this island's changes, in the mean of all islands."""
     rests: bool
     sent_before: int
+    """Bytes that this rank had sent to other islands when the exchange began."""
     participants: Participants | None = None
     """Who takes part; None: they are not known yet."""
     mean: Future[torch.Tensor] | None = None
@@ -80,13 +84,15 @@ class Rounds:
         data_share: DataShare | None,
     ) -> None:
         self._config, self._outer, self._list_pieces, self._data_share = config, outer, list_pieces, data_share
-        assert config.address is not None
-        host = find_own_host(config.address, config.timeout_seconds)
+        address = config.address
+        assert address is not None
         state_bytes = sum(piece.view.nbytes for piece in list_pieces())
         most_bytes = max(MOST_PART_BYTES, state_bytes + MOST_BYTES)
         opened: list[Transport] = []
 
         def open_own() -> str:
+            # Within, as the others must hear of a machine that finds no way to the server.
+            host = find_own_host(address, config.timeout_seconds)
             opened.append(open_transport(config, host, most_bytes))
             return opened[0].address
 
@@ -154,15 +160,17 @@ class Rounds:
         """
         begin, exchange = time.monotonic(), self._exchange
         assert exchange is not None
-        found = None
+        taken_state = None
         while not exchange.takes_nothing:
             participants = exchange.participants
             if participants is not None and exchange.mean is not None:
                 if self._settle(exchange, participants):
                     self._hand_over(participants, state)
                     break
-            elif participants is not None and (found := self._receive(exchange, participants)) is not None:
-                break
+            elif participants is not None:
+                taken_state = self._receive(exchange, participants)
+                if taken_state is not None:
+                    break
             self._try_again(exchange)
         self._exchange, participants = None, exchange.participants
         if participants is not None and exchange.takes_nothing and self._data_share is not None:
@@ -172,16 +180,14 @@ class Rounds:
             self._transport.forget(participants.number)
             exchange.waited_seconds += time.monotonic() - begin
             self._note(exchange, len(participants.members))
-        return found
+        return taken_state
 
     def _note(self, exchange: _Exchange, num_members: int) -> None:
         """Add an exchange that has ended to the figures of the next training line."""
-        added = {
-            "islands/sent_bytes": self._transport.sent_bytes - exchange.sent_before,
-            "islands/wait_seconds": exchange.waited_seconds,
-        }
+        sent_bytes = self._transport.sent_bytes - exchange.sent_before
         self._figures["islands/members"] = num_members
-        self._figures |= {name: self._figures.get(name, 0) + value for name, value in added.items()}
+        self._figures["islands/sent_bytes"] = self._figures.get("islands/sent_bytes", 0) + sent_bytes
+        self._figures["islands/wait_seconds"] = self._figures.get("islands/wait_seconds", 0.0) + exchange.waited_seconds
 
     def figures(self) -> dict[str, float]:
         """Give what a training line says of exchanges since the last line, of this rank."""
@@ -249,16 +255,17 @@ class Rounds:
         assert exchange.mean is not None
         mean: torch.Tensor | None = None
         own_bad: list[tuple[int, str]] = []
+        number = participants.number
         try:
             mean = exchange.mean.result()
         except AbortedError:
-            logger.debug("rendezvous %d is aborted", participants.number)
+            logger.debug("rendezvous %d is aborted", number)
         except BadPartError as error:
             own_bad = [(participants.island_of(error.address, rank()), str(error))]
-        told = gather_json([mean is not None, own_bad])
-        exchange.bad = {index: why for _, own_bad in told for index, why in own_bad} or exchange.bad
-        is_ok, number = all(has_mean for has_mean, _ in told), participants.number
-        bad = {index: why for _, bad in told for index, why in bad}
+        of_ranks = gather_json([mean is not None, own_bad])
+        is_ok = all(has_mean for has_mean, _ in of_ranks)
+        bad = {index: why for _, bad_of_rank in of_ranks for index, why in bad_of_rank}
+        exchange.bad = bad or exchange.bad
         for index, why in bad.items():
             logger.warning("what island %d has sent cannot be used: %s", index, why)
         read = gather_json(self._member.finish(number, is_ok=is_ok, bad=bad) if rank() == 0 else None)[0]
@@ -281,20 +288,22 @@ class Rounds:
         """Take the state of another island into all pieces; None: the rendezvous is aborted, or that does not fit."""
         source, _ = participants.sources[self._config.index]
         address, number = participants.members[source][rank()], participants.number
-        problem: str | None = "aborted"
+        problem: str | None = _ABORTED
         header, contents, pieces = Message(), list[bytes](), self._list_pieces()
         try:
-            found = self._transport.receive(address, number, _STATE, lambda: self._member.is_aborted(number))
-            header, contents = read_message(found[0] if found else b"", _MOST_HEADER_BYTES), found[1:]
+            received = self._transport.receive(address, number, _STATE, lambda: self._member.is_aborted(number))
+            header, contents = read_message(received[0] if received else b"", _MOST_HEADER_BYTES), received[1:]
             problem = misfit(header, contents, pieces)
         except AbortedError:
             logger.debug("rendezvous %d is aborted", number)
         except NotAMessageError as error:
             problem = f"its state is {error}"
         problem = first_problem(problem)
+        if problem == _ABORTED:
+            return None
         if problem is not None:
-            exchange.bad = {source: problem} if problem != "aborted" else exchange.bad
-            if rank() == 0 and problem != "aborted":
+            exchange.bad = {source: problem}
+            if rank() == 0:
                 logger.warning("the state of island %d is not taken: %s", source, problem)
                 self._member.tell_done(number, is_ok=False)
             return None

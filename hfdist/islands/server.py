@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from hfdist.config.islands import IslandMethod
 from hfdist.errors import ConfigError, first_line, printable
-from hfdist.islands.membership import BEAT_SECONDS, Connection, Coordinator, Island
+from hfdist.islands.membership import BEAT_SECONDS, Connection, Coordinator, Island, Islands
 from hfdist.islands.rendezvous import Rendezvous
 from hfdist.islands.shard_link import ShardLink
 from hfdist.messages.door import Door, read_bytes, read_line
@@ -27,6 +27,8 @@ _MOST_PLACES = 2**20
 """Islands, and ranks of one."""
 _MOST_SAID = 200
 """Characters of what an island has sent, in a line."""
+_MOST_WHY = 1000
+"""Characters of what an island is told when it is ended."""
 _COMPLETE_SECONDS = 60.0
 """Seconds in which all ranks of an island must have come: it loads torch for rank 0 (see `_hear_rank`)."""
 _ADDRESS = re.compile(r"tcp://(?:\[[0-9a-fA-F:.%\w]{2,64}\]|[\w.-]{1,255}):(\d{1,5})", re.ASCII)
@@ -52,9 +54,10 @@ class IslandServer:
         silent_seconds: float = 10.0,
         say: Callable[[str], None] = lambda line: None,
     ) -> None:
-        self._listener, self._secret, self._least = listener, secret, least
+        self._listener, self._secret = listener, secret
         self._silent_seconds, self._say = silent_seconds, say
         self._islands: dict[int, Island] = {}
+        self._shown = Islands(connected=self._islands, least=least, end=self._end, say=say)
         self._coordinator: Coordinator | None = None
         """Coordinator of the job whose islands are connected; None: no island is connected."""
         self._free_shards: list[ShardLink] = []
@@ -82,16 +85,14 @@ class IslandServer:
                 if silent > self._silent_seconds:
                     self._lose(island, f"rank {rank} is silent for {silent:.0f} s")
                     break
-                # What is still under way is a sign of life, too, and may be more than `send` lets wait.
-                if connection.writer.transport.get_write_buffer_size() == 0:
-                    connection.send({"beat": 1})
+                connection.beat()
             if not island.is_complete and now - island.since > max(_COMPLETE_SECONDS, self._silent_seconds):
                 self._lose(island, "not all of its ranks have come")
         for link in self._free_shards + self._shards:
             if now - link.connection.heard_seconds > self._silent_seconds:
                 link.connection.writer.transport.abort()
-            elif link.connection.writer.transport.get_write_buffer_size() == 0:
-                link.connection.send({"beat": 1})
+            else:
+                link.connection.beat()
         if self._coordinator is not None:
             self._coordinator.tick()
 
@@ -126,6 +127,8 @@ class IslandServer:
             if _has_parameter_server(hello):
                 # It loads torch, which takes seconds: not in this thread, which hears beats.
                 await asyncio.to_thread(_check_parameter_server, hello.mapping("job"))
+                # It beats only once it is welcome.
+                connection.hear()
             island, rank = self._admit(hello, connection)
             while True:
                 message = read_message(await read_line(reader))
@@ -201,22 +204,21 @@ class IslandServer:
 
     def _make_coordinator(self, job: Message) -> Coordinator:
         if not _is_of_parameter_server(job):
-            return Rendezvous(job, self._islands, self._least, self._end, self._say)
+            return Rendezvous(job, self._shown)
         wanted = job.integer("islands.server_shards", least=1, most=_MOST_PLACES, default=1) - 1
         if wanted > len(self._free_shards):
             what = f"the server has {1 + len(self._free_shards)} of the shards of this job"
             # Others may be on their way.
             raise RefusedError(refused=what, key="islands.server_shards", found=1 + wanted, may_pass=True)
         links = self._free_shards[:wanted]
-        made: Coordinator = importlib.import_module(_PARAMETER_SERVER).ParameterServer(
-            job, self._islands, self._least, self._end, self._say, links
-        )
+        made: Coordinator = importlib.import_module(_PARAMETER_SERVER).ParameterServer(job, self._shown, links)
         self._free_shards, self._shards = self._free_shards[wanted:], links
         return made
 
     def _end(self, island: Island, why: str) -> None:
         """Lose an island that is to end."""
-        island.tell({"ended": why})
+        # Not longer than a rank takes: it would never learn why.
+        island.tell({"ended": printable(why, _MOST_WHY)})
         self._lose(island, why)
 
     def _lose(self, island: Island, why: str) -> None:
@@ -228,6 +230,10 @@ class IslandServer:
         self._say(f"island {island.index} has left: {why}")
         if self._coordinator is not None:
             self._coordinator.lose(island.index)
+            if not any(other.job for other in self._islands.values()):
+                # Their first ranks may bring another job, and these ranks have the nonce of the one that has ended.
+                for other in list(self._islands.values()):
+                    self._lose(other, "the job before it has ended: it connects anew")
         if not self._islands:
             # The next one counts exchanges anew: what is still under way must not pass for one of these.
             self._coordinator, self._nonce = None, secrets.token_hex(16)
@@ -260,15 +266,15 @@ def _check_parameter_server(job: Message) -> None:
 def _read_addresses(hello: Message, *, are_used: bool) -> list[str]:
     """Give one for each rank of an island; RefusedError: others cannot use them."""
     found = hello.list("addresses")
-    for one in found if are_used else ():
-        _check_address(one, "addresses")
+    for address in found if are_used else ():
+        _check_address(address, "addresses")
     if not 0 < len(found) <= _MOST_PLACES:
         raise RefusedError(refused="an island has an address for each rank", key="addresses", found=len(found))
     return found
 
 
-def _check_address(found: object, key: str) -> None:
-    matched = _ADDRESS.fullmatch(found) if isinstance(found, str) else None
+def _check_address(address: object, key: str) -> None:
+    matched = _ADDRESS.fullmatch(address) if isinstance(address, str) else None
     if matched is None or not 0 < int(matched[1]) < 2**16:
         what, allowed = "an address of a rank is none", "tcp://HOST:PORT"
-        raise RefusedError(refused=what, key=key, found=printable(f"{found}", _MOST_SAID), allowed=allowed)
+        raise RefusedError(refused=what, key=key, found=printable(f"{address}", _MOST_SAID), allowed=allowed)

@@ -63,8 +63,7 @@ class ShardProcess:
             await asyncio.sleep(BEAT_SECONDS)
             for connections in self._connections.values():
                 for connection in connections.values():
-                    if connection.writer.transport.get_write_buffer_size() == 0:
-                        connection.send({"beat": 1})
+                    connection.beat()
 
     def _serve_job(self) -> None:
         """Obey the server until it ends the connection, as it does when a job has ended."""

@@ -25,7 +25,7 @@ import torch
 
 from hfdist.config.islands import Codec
 from hfdist.islands.codec import decode, encode
-from hfdist.islands.outer import is_finite
+from hfdist.islands.vectors import is_finite
 from hfdist.launch.address import listen
 from hfdist.messages.door import Door, DoorThread, knock, read_bytes, read_line
 from hfdist.messages.message import Message, NotAMessageError, RefusedError, read_message, write_message
@@ -144,8 +144,8 @@ class Transport:
         for part in swapped:
             total += part
         if not is_finite(total):
-            largest = max(range(len(members)), key=lambda place: float(swapped[place].abs().max()))
-            raise BadPartError(members[largest], "its numbers are too large to add up")
+            _, largest = max(zip((float(part.abs().max()) for part in swapped), members, strict=True))
+            raise BadPartError(largest, "its numbers are too large to add up")
         own_mean = encode(self._codec, total / len(members))
         sizes = [len(part) for part in parts]
         return torch.cat(self._swap(number, f"mean {name}", members, [own_mean] * len(members), sizes, is_aborted))
@@ -249,14 +249,10 @@ class Transport:
 
         while True:
             message = read_message(await read_line(reader))
-            number, kind, sizes = message.integer("rendezvous"), message.text("kind"), message.list("sizes")
-            given = Message({f"{place}": size for place, size in enumerate(sizes)})
-            left = self._most_bytes
-            contents = []
-            for place in range(len(sizes)):
-                size = given.integer(f"{place}", most=left)
-                left -= size
-                contents.append(await read_bytes(reader, size, heard))
+            number, kind, sizes = message.integer("rendezvous"), message.text("kind"), message.integers("sizes")
+            if sum(sizes) > self._most_bytes:
+                raise NotAMessageError(f"more than {self._most_bytes} bytes would follow")
+            contents = [await read_bytes(reader, size, heard) for size in sizes]
             with self._news:
                 if nonce != self._nonce or sum(key[2] == sender for key in self._waiting) >= _MOST_WAITING:
                     raise NotAMessageError("nobody waits for it")
@@ -304,9 +300,10 @@ class _Sender:
 
         Where the kernel does not say what it holds, that is counted, too.
         """
-        held = array("i", [0])
-        with suppress(OSError, ValueError):  # unknown; ended, or not begun
-            fcntl.ioctl(-1 if self._connection is None else self._connection, termios.TIOCOUTQ, held)
+        held, connection = array("i", [0]), self._connection
+        if connection is not None:
+            with suppress(OSError, ValueError):  # the kernel does not say it; the connection has ended
+                fcntl.ioctl(connection, termios.TIOCOUTQ, held)
         return self._sent_bytes - held[0]
 
     def close(self) -> None:

@@ -35,12 +35,12 @@ def find_route(peer: str, *, wait_seconds: float = WAIT_SECONDS) -> tuple[str, s
     Raises:
         OSError: the name stays unknown, or there is no route.
     """
-    family, _, _, _, target = _resolve(peer, wait_seconds)
+    family, target = _resolve(peer, wait_seconds)
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect(target)
         address = probe.getsockname()[0]
-    for interface, own in psutil.net_if_addrs().items():
-        if any(one.family == family and one.address.partition("%")[0] == address for one in own):
+    for interface, found in psutil.net_if_addrs().items():
+        if any(one.family == family and one.address.partition("%")[0] == address for one in found):
             # An alias such as eth0:1 is no interface to gloo.
             return interface.partition(":")[0], address
     raise OSError(f"no interface has the address {address}, from which {peer} is reached")
@@ -113,8 +113,7 @@ def listen(host: str, port: int, *, wait_seconds: float = 0.0) -> socket.socket:
 
 def _listen(host: str, port: int) -> socket.socket:
     if host:
-        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-        return socket.create_server((host, port), family=family)
+        return socket.create_server((host, port), family=_look_up(host, port, socket.SOCK_STREAM)[0])
     is_dual = socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if is_dual else socket.AF_INET
     return socket.create_server(("", port), family=family, dualstack_ipv6=is_dual)
@@ -125,11 +124,21 @@ def is_loopback(address: str) -> bool:
     return ipaddress.ip_address(address.partition("%")[0]).is_loopback
 
 
-def _resolve(peer: str, wait_seconds: float) -> tuple[int, int, int, str, tuple[object, ...]]:
+def _look_up(host: str, port: int, kind: socket.SocketKind) -> tuple[socket.AddressFamily, tuple[object, ...]]:
+    """Find the first address of a host, and its family, for sockets of a kind."""
+    try:
+        family, *_, target = socket.getaddrinfo(host, port, type=kind)[0]
+    except UnicodeError as error:
+        # Such as `a..b`.
+        raise OSError(f"no host can have the name {host}") from error
+    return family, target
+
+
+def _resolve(peer: str, wait_seconds: float) -> tuple[socket.AddressFamily, tuple[object, ...]]:
     deadline = time.monotonic() + wait_seconds
     while True:
         try:
-            return socket.getaddrinfo(peer, _ANY_PORT, type=socket.SOCK_DGRAM)[0]
+            return _look_up(peer, _ANY_PORT, socket.SOCK_DGRAM)
         except socket.gaierror:
             if time.monotonic() >= deadline:
                 raise

@@ -195,7 +195,10 @@ def knock(
         NotAMessageError: what answers is no door.
         RefusedError: it does not let this one in, or does not know the secret.
     """
-    made = socket.create_connection(address, timeout=timeout_seconds)
+    try:
+        made = socket.create_connection(address, timeout=timeout_seconds)
+    except UnicodeError as error:
+        raise OSError(f"no host can have the name {address[0]}") from error
     try:
         answers = made.makefile("rb")
         if not secret:

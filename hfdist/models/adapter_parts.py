@@ -1,4 +1,10 @@
-"""The parts of a model's blocks that an adapter stands beside: chosen by `adapter.target_parts`, and counted."""
+"""The parts of a model's blocks that an adapter stands beside: chosen by `adapter.target_parts`, and counted.
+
+attention   model.layers.0.self_attn.q_proj, of Mamba backbone.layers.0.mixer.in_proj
+mlp         model.layers.0.mlp.up_proj, model.layers.0.mlp.shared_experts.up_proj
+experts     model.layers.0.mlp.experts.gate_up_proj
+routers     model.layers.0.mlp.gate, of dbrx transformer.blocks.0.ffn.router.layer
+"""
 
 from __future__ import annotations
 
@@ -7,7 +13,7 @@ import math
 import re
 from collections import Counter
 from collections.abc import Collection, Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import nn
@@ -19,13 +25,16 @@ from hfdist.errors import ConfigError
 from hfdist.models.experts import mixture_of
 from hfdist.models.partitioning import whole_shape
 
+if TYPE_CHECKING:
+    from peft import PeftConfig
+
 _KEY = "adapter.target_parts"
 _MIXES_TOKENS = re.compile(r"attn|attention|mamba|conv|recurrent|temporal|delta|rwkv|lstm|mixer", re.IGNORECASE)
 """Names of what mixes tokens: attention, convolutions, recurrences."""
 _IS_DENSE = re.compile(r"(mlp|ffn|feed_?forward|moe|moe_?block|shared_experts?)$", re.IGNORECASE)
 """Ends of names of feed-forward layers that each token meets."""
-_WRAPPED = ".base_layer"
-"""What PEFT adds to the name of a layer that it has wrapped."""
+_WRAPPED = "base_layer"
+"""What PEFT calls the layer within one that it has wrapped."""
 
 
 class Matrix(NamedTuple):
@@ -35,6 +44,7 @@ class Matrix(NamedTuple):
     """Of its module, or of the parameter itself where that is no linear layer."""
     part: AdapterPart
     is_module: bool
+    """Whether it is a linear layer, and not a parameter of another module."""
 
 
 def find_matrices(model: PreTrainedModel) -> list[Matrix]:
@@ -44,34 +54,34 @@ def find_matrices(model: PreTrainedModel) -> list[Matrix]:
     """
     found, parts = [], _Parts(model)
     head = model.get_output_embeddings()
-    of_head = set() if head is None else set(head.modules())
+    head_modules = set() if head is None else set(head.modules())
     for name, module in model.named_modules():
-        if module in of_head or re.search(r"\.\d+(\.|$)", name) is None or parts.is_read_by_kernel(name):
+        if module in head_modules or not _is_in_block(name) or parts.is_read_by_kernel(name):
             continue
-        part = parts.of(name)
+        part = parts.part_of(name)
         # Of some types a router is a linear layer that gives more than its product.
-        is_plain = part is not AdapterPart.routers or type(module).forward is nn.Linear.forward
-        if isinstance(module, (nn.Linear, Conv1D)) and is_plain:
+        gives_product = part is not AdapterPart.routers or type(module).forward is nn.Linear.forward
+        if isinstance(module, (nn.Linear, Conv1D)) and gives_product:
             found.append(Matrix(name, part, True))
         elif part is AdapterPart.routers or parts.is_stack(name):
             # Of dbrx, stacks have two dimensions, and are read past the module that an adapter would be put around.
             dimensions = 2 if part is AdapterPart.routers else 3
             found += [
-                Matrix(f"{name}.{own}", part, False)
-                for own, parameter in module.named_parameters(recurse=False)
-                if len(whole_shape(parameter)) == dimensions and "bias" not in own
+                Matrix(f"{name}.{word}", part, False)
+                for word, parameter in module.named_parameters(recurse=False)
+                if len(whole_shape(parameter)) == dimensions and "bias" not in word
             ]
     return found
 
 
-def aim_at_parts(model: PreTrainedModel, peft_config: Any, parts: Collection[AdapterPart]) -> None:
+def aim_at_parts(model: PreTrainedModel, peft_config: PeftConfig, parts: Collection[AdapterPart]) -> None:
     """Let an adapter's config target all matrices of these parts of a whole model; the config is changed in place.
 
     Names are as short as they can be without meaning another matrix, so that a saved adapter says them in a few words.
 
     Args:
         model: without an adapter.
-        peft_config: a `peft.PeftConfig` that has `target_modules`; experts and routers need that of LoRA.
+        peft_config: one that has `target_modules`; experts and routers need that of LoRA.
         parts: what is adapted.
 
     Raises:
@@ -82,17 +92,19 @@ def aim_at_parts(model: PreTrainedModel, peft_config: Any, parts: Collection[Ada
     chosen = [matrix for matrix in matrices if matrix.part in parts]
     modules = _shortest([m.name for m in chosen if m.is_module], [name for name, _ in model.named_modules()])
     parameters = [matrix.name for matrix in chosen if not matrix.is_module]
-    if hasattr(peft_config, "target_parameters"):
-        redirected = {name for name in modules if _is_taken_for_experts(name, model, peft_config)}
-        modules -= redirected
-        parameters += [f"{m.name}.weight" for m in chosen if m.is_module and _ends_in(m.name, redirected)]
+    # What `PeftConfig` does not declare: its classes for single types have these fields.
+    fields = vars(peft_config)
+    if "target_parameters" in fields:
+        taken = {name for name in modules if _is_taken_for_experts(name, model, peft_config)}
+        modules -= taken
+        parameters += [f"{m.name}.weight" for m in chosen if m.is_module and _ends_in(m.name, taken)]
         names = [name for name, _ in model.named_parameters(remove_duplicate=False)]
-        peft_config.target_parameters = sorted(_shortest(parameters, names))
+        fields["target_parameters"] = sorted(_shortest(parameters, names))
     elif parameters:
         what = "experts and routers are no linear layers here, and of PEFT's types only LoRA goes with them"
-        found = str(peft_config.peft_type.value).lower()
+        found = str(getattr(peft_config.peft_type, "value", "")).lower()
         raise ConfigError(what, where=f"{_KEY}, adapter.type", found=found, hint=f"adapter=lora {_KEY}={_words(parts)}")
-    peft_config.target_modules = modules
+    fields["target_modules"] = modules
 
 
 def describe_parts(model: nn.Module) -> str:
@@ -110,10 +122,15 @@ def describe_parts(model: nn.Module) -> str:
     for name, module in model.named_modules():
         if not isinstance(module, BaseTunerLayer) or not isinstance(module, nn.Module):
             continue
-        own = sum(_numel(parameter) for parameter in _own_parameters(module))
-        part = parts.of(name.replace(_WRAPPED, "")).value if re.search(r"\.\d+\.", name) else "other"
-        matrices[part] += getattr(module, "num_experts", 1) if own else 0
-        trained[part] += own
+        # The layer within may have an adapter of its own.
+        num_trained = sum(
+            _numel(parameter)
+            for word, parameter in module.named_parameters()
+            if parameter.requires_grad and not word.startswith(_WRAPPED)
+        )
+        part = parts.part_of(_unwrapped(name)).value if _is_in_block(name) else "other"
+        matrices[part] += getattr(module, "num_experts", 1) if num_trained else 0
+        trained[part] += num_trained
     rest = sum(_numel(p) for p in model.parameters() if p.requires_grad) - trained.total()
     words = [f"{part} {matrices[part]:,} matrices, {count:,} parameters" for part, count in trained.items() if count]
     return "; ".join([*words, *([f"trained besides {rest:,} parameters"] if rest else [])])
@@ -124,22 +141,29 @@ class _Parts:
 
     def __init__(self, model: nn.Module) -> None:
         # Of a layer with an adapter, which has one name more, the layer within comes last and stays.
-        self._classes = {name.replace(_WRAPPED, ""): type(module).__name__ for name, module in model.named_modules()}
+        self._classes = {_unwrapped(name): type(module).__name__ for name, module in model.named_modules()}
         experts = [name for name in self._classes if self._is_experts(name)]
         self._mixtures = set(map(mixture_of, experts))
 
-    def of(self, name: str) -> AdapterPart:
-        names = name.split(".")
-        paths = [".".join(names[:end]) for end in range(1, len(names) + 1)]
-        if self._mixtures and any("router" in own for own in names):
+    def part_of(self, name: str) -> AdapterPart:
+        """Give the part of a module: routers, experts, or what the nearest module around it says that it does.
+
+        Where none says anything, it is mlp: what mixes tokens is named so.
+        """
+        words = name.split(".")
+        paths = [".".join(words[:end]) for end in range(1, len(words) + 1)]
+        if self._mixtures and any("router" in word for word in words):
             return AdapterPart.routers
         if any(map(self._is_experts, paths)):
             return AdapterPart.experts
-        for path, own in zip(reversed(paths), reversed(names), strict=True):
-            if own == "gate" and path.rpartition(".")[0] in self._mixtures:
+        for path in reversed(paths):
+            owner, _, word = path.rpartition(".")
+            if word == "gate" and owner in self._mixtures:
                 return AdapterPart.routers
-            # The layer itself has a name that says what it does for its owner.
-            for text in (self._classes[path], own) if path != name else ():
+            if path == name:
+                # A layer has a name that says what it does for the module around it.
+                continue
+            for text in (self._classes[path], word):
                 # In this order: names of classes begin with that of a type, such as RwkvFeedForward.
                 if _IS_DENSE.search(text):
                     return AdapterPart.mlp
@@ -153,12 +177,22 @@ class _Parts:
 
     def is_read_by_kernel(self, name: str) -> bool:
         """Whether the fused kernels of Mamba's layers read its weight past an adapter, so that PEFT refuses one."""
-        owner, _, own = name.rpartition(".")
-        return own == "out_proj" and "mamba" in self._classes[owner].lower()
+        owner, _, word = name.rpartition(".")
+        return word == "out_proj" and "mamba" in self._classes[owner].lower()
 
     def _is_experts(self, path: str) -> bool:
-        own = path.rpartition(".")[2]
-        return "shared" not in own and (own == "experts" or "Experts" in self._classes[path])
+        word = path.rpartition(".")[2]
+        return "shared" not in word and (word == "experts" or "Experts" in self._classes[path])
+
+
+def _is_in_block(name: str) -> bool:
+    """Whether a module is in a list of modules, or one of its members."""
+    return re.search(r"\.\d+(\.|$)", name) is not None
+
+
+def _unwrapped(name: str) -> str:
+    """Give the name that a module has without an adapter."""
+    return name.replace(f".{_WRAPPED}", "")
 
 
 def _check_are_there(model: PreTrainedModel, matrices: Sequence[Matrix], parts: Collection[AdapterPart]) -> None:
@@ -172,7 +206,7 @@ def _check_are_there(model: PreTrainedModel, matrices: Sequence[Matrix], parts: 
         raise ConfigError(what, where=_KEY, found=found, allowed=", ".join(p.value for p in there), hint=hint)
 
 
-def _is_taken_for_experts(name: str, model: PreTrainedModel, peft_config: Any) -> bool:
+def _is_taken_for_experts(name: str, model: PreTrainedModel, peft_config: PeftConfig) -> bool:
     """Whether PEFT takes a layer's name for one of the experts.
 
     In types whose experts were once linear layers it does so with names like down_proj, also of other layers. The
@@ -181,13 +215,13 @@ def _is_taken_for_experts(name: str, model: PreTrainedModel, peft_config: Any) -
     from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
 
     tried = copy.deepcopy(peft_config)
-    tried.target_modules = {name}
+    vars(tried)["target_modules"] = {name}
     try:
         convert_peft_config_for_transformers(tried, model, None)
     except ValueError:
         # It would want others of the experts, too.
         return True
-    return name not in tried.target_modules
+    return name not in vars(tried)["target_modules"]
 
 
 def _shortest(names: Sequence[str], everything: Sequence[str]) -> set[str]:
@@ -207,11 +241,6 @@ def _ends(name: str) -> Iterator[str]:
 
 def _ends_in(name: str, ends: Collection[str]) -> bool:
     return any(end in ends for end in _ends(name))
-
-
-def _own_parameters(layer: nn.Module) -> Iterator[torch.Tensor]:
-    """List what an adapter trains beside one layer; the layer within may have an adapter of its own."""
-    return (p for name, p in layer.named_parameters() if p.requires_grad and not name.startswith(_WRAPPED[1:]))
 
 
 def _numel(parameter: torch.Tensor) -> int:

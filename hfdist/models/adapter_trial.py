@@ -31,11 +31,24 @@ def try_adapter(
     if adapter.target_parts is not None:
         _try_parts(config, copy.deepcopy(architecture), adapter, adapter.target_parts, head=head)
     if adapter.path is not None:
-        found = f"{adapter.path}/adapter_config.json"
-        _try_apart(config, architecture, adapter, head=head, where="adapter.path", found=found)
+        where, found = "adapter.path", f"{adapter.path}/adapter_config.json"
     elif adapter.target_pattern is not None:
         where, found = "adapter.target_pattern", adapter.target_pattern
-        _try_apart(config, architecture, adapter, head=head, where=where, found=found)
+    else:
+        return
+
+    def put() -> None:
+        with torch.device("meta"):
+            model = make_without_values(config, architecture, head=head)
+            try:
+                add_adapter(model, adapter, config, seed=0, layout=WHOLE)
+            except MemoryError:
+                raise
+            except Exception:  # told later
+                return
+
+    # In a process of its own: a pattern may take time without end, and sizes in a file may take memory.
+    do_apart(put, where=where, found=found)
 
 
 def _try_parts(
@@ -52,27 +65,3 @@ def _try_parts(
         if getattr(peft_config, "target_parameters", None):
             # PEFT puts less beside single parameters; some first weights are not made without values.
             add_adapter(model, adapter, config, seed=0, layout=WHOLE)
-
-
-def _try_apart(
-    config: ModelConfig,
-    architecture: PreTrainedConfig,
-    adapter: AdapterConfig,
-    *,
-    head: Head,
-    where: str,
-    found: str,
-) -> None:
-    """Try it in a process of its own: a pattern may take time without end, and sizes in a file may take memory."""
-
-    def put() -> None:
-        with torch.device("meta"):
-            model = make_without_values(config, architecture, head=head)
-            try:
-                add_adapter(model, adapter, config, seed=0, layout=WHOLE)
-            except MemoryError:
-                raise
-            except Exception:  # told later
-                return
-
-    do_apart(put, where=where, found=found)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import json
+import os
 import re
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
@@ -145,8 +146,10 @@ def _of_type(config: ModelConfig, head: Head) -> PreTrainedConfig:
 
 def _check_folder(name: str) -> None:
     """A name that looks like a path must be one: otherwise the Hub is asked for a strange id."""
-    looks_local = name.startswith((".", "/", "~")) or expand_user(name).exists()
-    if looks_local and not (expand_user(name) / "config.json").is_file():
+    folder = expand_user(name)
+    # Not by methods of Path: these raise an OSError for a name that is too long.
+    looks_local = name.startswith((".", "/", "~")) or os.path.exists(folder)
+    if looks_local and not os.path.isfile(folder / "config.json"):
         raise ConfigError(
             "this folder holds no config.json",
             where="model.name",

@@ -24,7 +24,7 @@ from hfdist.models.architecture import count_heads
 from hfdist.models.blocks import compiles_on_gpus
 from hfdist.models.differences import largest_difference
 from hfdist.models.document_attention import BY_DOCUMENTS, HAS_KERNEL, HEAD_MULTIPLE, LARGEST_HEAD
-from hfdist.models.embeddings import scores_sequences
+from hfdist.models.embeddings import token_reader
 from hfdist.models.experts import first_number
 from hfdist.models.probing import make_of_config
 from hfdist.models.shrink import shrink_to_try
@@ -55,8 +55,9 @@ def choose_attention(config: RunConfig, architecture: PreTrainedConfig, device_t
     Raises:
         ConfigError: `model.attention=varlen` cannot be.
     """
-    asked, is_short = config.model.attention, config.data.sequence_length < _LEAST_TOKENS
-    gains = config.data.packing is not Packing.none and not (device_type == "cpu" and is_short)
+    asked = config.model.attention
+    is_short = device_type == "cpu" and config.data.sequence_length < _LEAST_TOKENS
+    gains = config.data.packing is not Packing.none and not is_short
     if asked is not Attention.varlen and (asked is not Attention.auto or not gains):
         return None
     name = None
@@ -149,9 +150,7 @@ def _run(model: PreTrainedModel) -> list[torch.Tensor]:
     positions = torch.stack([torch.cat([torch.arange(n) for n in lengths]) for lengths in _DOCUMENTS])
     vocab_size = model.config.get_text_config(decoder=True).vocab_size
     ids = torch.randint(min(vocab_size, 100), positions.shape, generator=generator)
-    # One that scores sequences gives nothing for each token itself.
-    reader = model.base_model if scores_sequences(model) else model
-    logits: torch.Tensor = reader(input_ids=ids, position_ids=positions, use_cache=False)[0]
+    logits: torch.Tensor = token_reader(model)(input_ids=ids, position_ids=positions, use_cache=False)[0]
     (logits * torch.randn(logits.shape, generator=generator)).sum().backward()
     return [logits.detach(), *(torch.empty(0) if p.grad is None else p.grad for p in model.parameters())]
 

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 from transformers.initialization import no_init_weights
 
 from hfdist.config.model import Dtype, Init, ModelConfig
@@ -60,8 +61,11 @@ def build_model(
     trained = trained or TrainableParameters()
     _check_not_quantized(architecture)
     if config.init is Init.random:
-        model = _draw(config, make_without_values(config, architecture, head=head), trained, seed, layout)
+        with _proposing_other_layout(layout):
+            model = make_without_values(config, architecture, head=head)
+        _draw(config, model, trained, seed, layout)
     else:
+        _check_turned_weights(architecture, layout)
         model = _read(config, architecture, trained, seed, layout, head=head)
     if trained.has_values:
         draw_value_head(model, seed, layout)
@@ -135,8 +139,8 @@ def make_without_values(
 
 def _draw(
     config: ModelConfig, model: PreTrainedModel, trained: TrainableParameters, seed: int, layout: Partitioning
-) -> PreTrainedModel:
-    """Random weights."""
+) -> None:
+    """Give a whole model random weights, what is trained, and its layout; in place."""
     if trained.adapter.is_used:
         # By the names that the weights have without it, and not over it.
         initialize_by_name(model, seed, layout)
@@ -144,7 +148,36 @@ def _draw(
     _partition(model, trained, layout, _dtype(config.dtype))
     if not trained.adapter.is_used:
         initialize_by_name(model, seed, layout)
-    return model
+
+
+@contextmanager
+def _proposing_other_layout(layout: Partitioning) -> Iterator[None]:
+    """Say that another layout may help where transformers fails on parameters that are partitioned already."""
+    try:
+        yield
+    except ConfigError as error:
+        if layout.partitions_in_constructor:
+            other = "strategy=fsdp2, which partitions a model after it is made and read"
+            error.hint = other if error.hint is None else f"{error.hint}; or {other}"
+        raise
+
+
+def _check_turned_weights(architecture: PreTrainedConfig, layout: Partitioning) -> None:
+    """Refuse ZeRO-3 for types whose weights transformers transposes where their shape is not the model's.
+
+    Partitioned parameters have no shape, so it would transpose all: square ones without a word, and for others rank 0
+    alone would raise.
+    """
+    conversions = get_checkpoint_conversion_mapping(architecture.model_type) or ()
+    operations = [operation for one in conversions for operation in getattr(one, "operations", ())]
+    if layout.partitions_in_constructor and any(getattr(one, "check_dims", False) for one in operations):
+        raise ConfigError(
+            "transformers reads weights of this type by the shapes of parameters, which ZeRO-3 has partitioned already",
+            where="strategy.sharding",
+            found=f"zero3, with {architecture.model_type}",
+            allowed="ddp, zero1, zero2, fsdp2",
+            hint="strategy=fsdp2",
+        )
 
 
 @contextmanager
@@ -168,8 +201,13 @@ def _read(
     """Weights of a file."""
     assert config.name is not None  # checked with the config
     dtype, is_partitioned = _dtype(config.dtype), layout.partitions_in_constructor
-    with reading_from_hub("model.name", config.name), _naming_memory(config.name), without_report():
-        model, about = head_class(head, architecture).auto.from_pretrained(
+    with (
+        _proposing_other_layout(layout),
+        reading_from_hub("model.name", config.name),
+        _naming_memory(config.name),
+        without_report(),
+    ):
+        model, loading_info = head_class(head, architecture).auto.from_pretrained(
             config.name,
             output_loading_info=True,
             config=architecture,
@@ -178,11 +216,11 @@ def _read(
             dtype=dtype if is_partitioned else "auto",
             **_safely(config),
         )
-    names = NameDifferences.of(about, model, head=head)
+    names = NameDifferences.of(loading_info, model, head=head)
     _check_names(names, config, trained)
     if names.missing or names.unexpected:
         logger.warning("model.allow_missing: %s", names)
-    _draw_missing(model, about["missing_keys"], dtype, seed, layout)
+    _draw_missing(model, loading_info["missing_keys"], dtype, seed, layout)
     if trained.reads_weights and not is_partitioned:
         nn.Module.to(model, dtype)
     trained.choose(model, seed=seed, layout=layout)

@@ -42,8 +42,6 @@ def find_cache_problem(
     """
     try:
         with torch.random.fork_rng(devices=[]), torch.no_grad(), torch.compiler.set_stance("force_eager"):
-            # torch.manual_seed would seed GPUs, too, which are not set back.
-            torch.default_generator.manual_seed(0)
             difference = _compare(model, act)
     except Exception as error:  # whatever a model raises that cannot be made small, or split, or has no such cache
         return f"a small model of it cannot be tried: {first_line(error)}"

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import sys
 from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -21,6 +22,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from transformers.utils.import_utils import is_tracing
 
 from hfdist.errors import first_line
+from hfdist.models.differences import largest_difference
 
 try:
     from torch.nn.attention.varlen import varlen_attn
@@ -159,30 +161,36 @@ def _try_kernel(device: torch.device) -> None:
 
 
 def _differ_by_kernel(device: torch.device) -> float:
+    """Give the largest difference of the kernel's attention from that with a mask, of outputs and gradients."""
     generator = torch.Generator().manual_seed(0)
     states = [torch.randn(1, heads, 64, 64, generator=generator).to(device, torch.bfloat16) for heads in (4, 2, 2)]
     borders = torch.tensor([0, 30, 31, 64], dtype=torch.int32, device=device)
     place = torch.arange(64, device=device)
     number, distance = torch.bucketize(place, borders[1:], right=True), place[:, None] - place
-    worst = 0.0
+    differences = []
     for window in (None, 8):
         sees = (number[:, None] == number) & (distance >= 0) & (distance < (window or 64))
-        of_both = []
-        for is_masked in (False, True):
-            own = [state.clone().requires_grad_() for state in states]
-            with torch.enable_grad():
-                if is_masked:
-                    query = own[0]
-                    key, value = (state.repeat_interleave(2, 1) for state in own[1:])
-                    attend = functional.scaled_dot_product_attention
-                    output = attend(query, key, value, attn_mask=sees, scale=0.2).transpose(1, 2)
-                else:
-                    output = _in_one_call(own[0], own[1], own[2], borders, window, 0.2)
-                output.float().square().sum().backward()
-            of_both.append([output.detach(), *(state.grad for state in own if state.grad is not None)])
-        for found, wanted in zip(*of_both, strict=True):
-            worst = max(worst, float((found.float() - wanted.float()).abs().max() / wanted.float().abs().max()))
-    return worst
+        wanted = _output_and_gradients(partial(_with_mask, sees=sees, scaling=0.2), states)
+        found = _output_and_gradients(partial(_in_one_call, borders=borders, window=window, scaling=0.2), states)
+        differences.append(largest_difference(wanted[0], found[0], wanted[1:], found[1:]))
+    # Python's own `max` would pass over a NaN.
+    return float(torch.tensor(differences).max())
+
+
+def _output_and_gradients(attend: Callable[..., torch.Tensor], states: list[torch.Tensor]) -> list[torch.Tensor]:
+    leaves = [state.clone().requires_grad_() for state in states]
+    with torch.enable_grad():
+        output = attend(*leaves)
+        gradients = torch.autograd.grad(output.float().square().sum(), leaves)
+    return [tensor.detach().float() for tensor in (output, *gradients)]
+
+
+def _with_mask(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sees: torch.Tensor, scaling: float
+) -> torch.Tensor:
+    key, value = (state.repeat_interleave(2, 1) for state in (key, value))
+    output = functional.scaled_dot_product_attention(query, key, value, attn_mask=sees, scale=scaling)
+    return output.transpose(1, 2)
 
 
 def _in_one_call(
@@ -274,17 +282,6 @@ def _mask_of_document(beneath: str, query: torch.Tensor, window: int | None) -> 
     return hidden[None, None]
 
 
-def _register() -> None:
-    for beneath, name in BY_DOCUMENTS.items():
-
-        def attend(*arguments: Any, _beneath: str = beneath, **more: Any) -> _Attended:
-            return _attend(_beneath, *arguments, **more)
-
-        def mask(*arguments: Any, _beneath: str = beneath, **more: Any) -> _Mask:
-            return _borders_or_mask(_beneath, *arguments, **more)
-
-        AttentionInterface.register(name, attend)
-        AttentionMaskInterface.register(name, mask)
-
-
-_register()
+for _beneath, _name in BY_DOCUMENTS.items():
+    AttentionInterface.register(_name, partial(_attend, _beneath))
+    AttentionMaskInterface.register(_name, partial(_borders_or_mask, _beneath))

@@ -42,3 +42,9 @@ def classifies_tokens(model: PreTrainedModel) -> bool:
 def has_token_loss(model: PreTrainedModel) -> bool:
     """Whether the model's own loss is one of tokens: it has a head, and its labels are tokens."""
     return not (has_no_head(model) or classifies_tokens(model) or scores_sequences(model))
+
+
+def token_reader(model: PreTrainedModel) -> nn.Module:
+    """Give what says something of each token: of a model that scores sequences its base, and else the model itself."""
+    base: nn.Module = model.base_model
+    return base if scores_sequences(model) else model

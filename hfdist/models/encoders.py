@@ -69,11 +69,11 @@ def check_reads_no_further(architecture: PreTrainedConfig) -> None:
         except Exception:  # whatever a model raises that cannot be made small, or reads something else than text
             return
     if sees_next:
-        error = _refuse(architecture, Head.tokens, "a token of this model sees the next ones, which it should predict")
-        error.allowed = "a model in which a token sees only those before it"
+        reason = "a token of this model sees the next ones, which it should predict"
+        allowed = "a model in which a token sees only those before it"
         decoder = "model.config.is_decoder=true, " if getattr(architecture, "is_decoder", None) is False else ""
-        error.hint = f"{decoder}hfdist tune task=mlm, or another model.name"
-        raise error
+        hint = f"{decoder}hfdist tune task=mlm, or another model.name"
+        raise _refuse(architecture, Head.tokens, reason, allowed=allowed, hint=hint)
 
 
 @unset_fake_temporarily()
@@ -94,9 +94,8 @@ def check_reads_texts(architecture: PreTrainedConfig, *, head: Head, longest: in
         ConfigError: they do not, they read no text, they keep statistics of it, or they have fewer positions.
     """
     if head is Head.masked and architecture.is_encoder_decoder:
-        error = _refuse(architecture, head, "this is an encoder-decoder, which hides tokens in another way")
-        error.hint = "task=span_corruption, or another model.name"
-        raise error
+        reason = "this is an encoder-decoder, which hides tokens in another way"
+        raise _refuse(architecture, head, reason, hint="task=span_corruption, or another model.name")
     with torch.random.fork_rng(devices=[]):
         try:
             model = _make_small(architecture, head)
@@ -132,14 +131,22 @@ def check_reads_texts(architecture: PreTrainedConfig, *, head: Head, longest: in
     return is_encoder
 
 
-def _refuse(architecture: PreTrainedConfig, head: Head, reason: str) -> ConfigError:
-    own = HEADS[head]
+def _refuse(
+    architecture: PreTrainedConfig,
+    head: Head,
+    reason: str,
+    *,
+    allowed: str | None = None,
+    hint: str = "another model.name",
+) -> ConfigError:
+    head_class = HEADS[head]
     return ConfigError(
         reason,
         where="model.name, model.type",
-        found=f"{architecture.model_type}, as a {own.kind}",
-        allowed=f"a type of {own.auto.__name__} that reads token ids, such as bert, modernbert, qwen3",
-        hint="another model.name",
+        found=f"{architecture.model_type}, as a {head_class.kind}",
+        allowed=allowed
+        or f"a type of {head_class.auto.__name__} that reads token ids, such as bert, modernbert, qwen3",
+        hint=hint,
     )
 
 
@@ -170,7 +177,8 @@ def _differ_by_padding(model: PreTrainedModel) -> float:
         beside = together[row] if alone.shape == together.shape[1:] and alone.ndim == 1 else together[row, :length]
         differences.append(float((alone - beside).abs().max()))
         largest = max(largest, float(alone.abs().max()))
-    return max(differences) / max(largest, torch.finfo(torch.float32).tiny)
+    # Python's own `max` would pass over a NaN.
+    return float(torch.tensor(differences).max()) / max(largest, torch.finfo(torch.float32).tiny)
 
 
 @torch.no_grad()

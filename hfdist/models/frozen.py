@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import os
 from collections.abc import Callable
 from typing import Any
 
@@ -37,8 +38,12 @@ def find_frozen(path: str, *, where: str, allowed: str, hint: str) -> PreTrained
         hint: an override that works.
     """
     folder = expand_user(path)
-    has_weights = (folder / _SINGLE).is_file() or (folder / _INDEX).is_file()
-    missing = "config.json" if not (folder / "config.json").is_file() else "" if has_weights else _SINGLE
+    # Not by methods of Path: these raise an OSError for a name that is too long.
+    missing = ""
+    if not os.path.isfile(folder / "config.json"):
+        missing = "config.json"
+    elif not any(os.path.isfile(folder / name) for name in (_SINGLE, _INDEX)):
+        missing = _SINGLE
     if missing:
         what, found = "the folder holds no such model", f"{path}, without {missing}"
         raise ConfigError(what, where=where, found=found, allowed=allowed, hint=hint)

@@ -34,13 +34,11 @@ def may_read_images(architecture: PreTrainedConfig) -> bool:
 
     Some types have a class for text alone, too: of these, the config of a checkpoint names its own class.
     """
-    kind = architecture.model_type
-    own, of_text = (
-        names.get(kind) for names in (MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
-    )
-    if own is None or architecture.is_encoder_decoder:
+    image_class = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.get(architecture.model_type)
+    text_class = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(architecture.model_type)
+    if image_class is None or architecture.is_encoder_decoder:
         return False
-    return of_text in (None, own) or own in (getattr(architecture, "architectures", None) or ())
+    return text_class in (None, image_class) or image_class in (getattr(architecture, "architectures", None) or ())
 
 
 def feature_token(architecture: PreTrainedConfig) -> int | None:
@@ -134,11 +132,11 @@ def from_the_end(model: nn.Module, name: str) -> str:
     """Give a name whose numbers in lists of modules count from the end, as they stand in a model of another depth."""
     parts: list[str] = name.split(".")
     module: Any = model
-    for place, part in enumerate(parts):
+    for index, part in enumerate(parts):
         length = len(module) if isinstance(module, nn.ModuleList) else 0
         module = getattr(module, part, None)
         if length:
-            parts[place] = str(int(part) - length)
+            parts[index] = str(int(part) - length)
         if not isinstance(module, nn.Module):
             break
     return ".".join(parts)

@@ -27,32 +27,35 @@ def initialize_by_name(
     Leaves out modules whose parameters another rank of a pipeline holds. Tied parameters must be tied. All ranks call
     it where the layout partitions parameters in the constructor.
     """
-    initialized: set[int] = set()
     chosen = None if only is None else {id(model.get_parameter(name)) for name in only}
+    visited: set[int] = set()
     for name, module, owner in _children_first("", model, model):
-        own = [parameter for parameter in module.parameters(recurse=False) if id(parameter) not in initialized]
-        # A rule may also reach into direct children, as GPT-2's does for its residual projections.
-        reachable = own + [p for child in module.children() for p in child.parameters(recurse=False)]
-        kept = [] if chosen is None else [parameter for parameter in reachable if id(parameter) not in chosen]
-        if chosen is not None and len(kept) == len(reachable):
-            continue
+        parameters = list(module.parameters(recurse=False))
         # A tied head comes after its embedding and must not draw it again under another name: ZeRO-3 would not.
-        tied = [parameter for parameter in module.parameters(recurse=False) if id(parameter) in initialized]
-        is_tied_alias = not own and bool(tied)
-        # What has no parameters itself may have a rule for its children's.
-        holders = [module] if module._parameters else [child for child in module.children() if child._parameters]
-        if is_tied_alias or (holders and all(map(is_on_other_stage, holders))):
+        tied = [parameter for parameter in parameters if id(parameter) in visited]
+        new = [parameter for parameter in parameters if id(parameter) not in visited]
+        visited.update(map(id, parameters))
+        # A rule may also reach into direct children, as GPT-2's does for its residual projections.
+        reached = new + [p for child in module.children() for p in child.parameters(recurse=False)]
+        kept = [] if chosen is None else [parameter for parameter in reached if id(parameter) not in chosen]
+        draws_nothing = (tied and not new) or (chosen is not None and len(kept) == len(reached))
+        if draws_nothing or _is_elsewhere(module):
             continue
         with (
-            layout.gathered(reachable, writes=True),
-            _drawing_anew([] if chosen is None else reachable, [*kept, *tied]),
-            _on_cpu_in_float32(reachable),
+            layout.gathered(reached, writes=True),
+            _drawing_anew([] if chosen is None else reached, [*kept, *tied]),
+            _on_cpu_in_float32(reached),
             torch.random.fork_rng(devices=[]),
         ):
             # It draws on the CPU. torch.manual_seed also notes a stack for each kind of GPU that is not in use yet.
             torch.default_generator.manual_seed(_key(seed, name))
             owner._init_weights(module)
-        initialized.update(id(parameter) for parameter in own)
+
+
+def _is_elsewhere(module: nn.Module) -> bool:
+    """Whether another rank of a pipeline holds all that a module's rule draws, if only in its children."""
+    holders = [module] if module._parameters else [child for child in module.children() if child._parameters]
+    return bool(holders) and all(map(is_on_other_stage, holders))
 
 
 def _children_first(

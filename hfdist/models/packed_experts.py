@@ -20,10 +20,12 @@ from torch.utils.flop_counter import register_flop_formula
 from hfdist.config.model import Quantization
 from hfdist.models.stacked_experts import is_stacked, set_product
 
-_BLOCK, _GROUP = 64, 256
-"""Weights that have a scale together, and scales that have one: as bitsandbytes has them."""
-_CODES = _BLOCK // 2
-"""Bytes of a block."""
+_BLOCK = 64
+"""Weights that have a scale together, as bitsandbytes has it."""
+_GROUP = 256
+"""Scales that have a scale together, as bitsandbytes has it."""
+_BLOCK_BYTES = _BLOCK // 2
+"""Bytes of the codes of a block."""
 _ALIGNED = 16
 """Rows begin at multiples of these bytes, as kernels load, and floats must."""
 _AT_ONCE = 2**24
@@ -43,7 +45,7 @@ class PackedStack:
     """[256], what scales of 8 bits stand for: one tensor for all stacks."""
 
     @property
-    def _blocks(self) -> int:
+    def _num_blocks(self) -> int:
         return -(-self.shape[1] * self.shape[2] // _BLOCK)
 
     def pack(self, weights: torch.Tensor) -> torch.Tensor:
@@ -52,15 +54,15 @@ class PackedStack:
         return torch.cat([self._pack(part) for part in parts])
 
     def _pack(self, weights: torch.Tensor) -> torch.Tensor:
-        library, number, blocks = _library(), len(weights), self._blocks
+        library, num_experts, blocks = _library(), len(weights), self._num_blocks
         padded = functional.pad(weights, (0, blocks * _BLOCK - weights.shape[1]))
         codes, state = library.quantize_4bit(padded, blocksize=_BLOCK, quant_type=self.quantization.value)
-        scales = state.absmax.view(number, blocks)
+        scales = state.absmax.view(num_experts, blocks)
         offsets = scales.mean(1, keepdim=True)
         centred = functional.pad(scales - offsets, (0, -blocks % _GROUP))
         small, second = library.quantize_blockwise(centred, code=self.levels, blocksize=_GROUP)
-        floats = torch.cat([second.absmax.view(number, -1), offsets], 1).view(torch.uint8)
-        row = torch.cat([codes.view(number, -1), floats, small.view(number, -1)[:, :blocks]], 1)
+        floats = torch.cat([second.absmax.view(num_experts, -1), offsets], 1).view(torch.uint8)
+        row = torch.cat([codes.view(num_experts, -1), floats, small.view(num_experts, -1)[:, :blocks]], 1)
         return functional.pad(row, (0, -row.shape[1] % _ALIGNED))
 
     def open(self, packed: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -69,8 +71,8 @@ class PackedStack:
         Args:
             packed: as `pack` gave it, or its bytes as another type, in any shape, with some more at the end.
         """
-        blocks = self._blocks
-        begin, end = blocks * _CODES, blocks * _CODES + (-(-blocks // _GROUP) + 1) * torch.float32.itemsize
+        blocks = self._num_blocks
+        begin, end = blocks * _BLOCK_BYTES, blocks * _BLOCK_BYTES + (-(-blocks // _GROUP) + 1) * torch.float32.itemsize
         size = end + blocks + -(end + blocks) % _ALIGNED
         flat = packed.detach().view(torch.uint8).flatten()
         # Expert ranks hold some of the experts.
@@ -81,23 +83,15 @@ class PackedStack:
         second = floats[:, :-1].repeat_interleave(_GROUP, 1)[:, :blocks]
         return rows[:, :begin], self.levels[small.int()] * second + floats[:, -1:]
 
-    def multiply(self, rows: torch.Tensor, ends: torch.Tensor, packed: torch.Tensor, *, turns: bool) -> torch.Tensor:
+    def multiply(
+        self, rows: torch.Tensor, ends: torch.Tensor, packed: torch.Tensor, *, transposes: bool
+    ) -> torch.Tensor:
         """Multiply rows by the matrices of their experts; see `_times_packed`."""
         codes, scales = self.open(packed)
         output: torch.Tensor = _times_packed(
-            rows, ends, codes, scales, self.shape[1:], self.dtype, self.quantization.value, turns
+            rows, ends, codes, scales, self.shape[1:], self.dtype, self.quantization.value, transposes
         )
         return output
-
-    def dequantize(self, packed: torch.Tensor) -> torch.Tensor:
-        """Give the whole stack, of its shape and type."""
-        codes, scales = self.open(packed)
-        return torch.stack(
-            [
-                _dequantize(*one, self.shape[1:], self.dtype, self.quantization.value)
-                for one in zip(codes, scales, strict=True)
-            ]
-        )
 
 
 def make_levels() -> torch.Tensor:
@@ -112,9 +106,10 @@ def _library() -> Any:
     return importlib.import_module("bitsandbytes").functional
 
 
-def _dequantize(
+def dequantize_expert(
     codes: torch.Tensor, scales: torch.Tensor, shape: Sequence[int], dtype: torch.dtype, kind: str
 ) -> torch.Tensor:
+    """Give the matrix of one expert, from its codes and scales of `PackedStack.open`."""
     library = _library()
     state = library.QuantState(scales, shape=torch.Size(shape), dtype=dtype, blocksize=_BLOCK, quant_type=kind)
     matrix: torch.Tensor = library.dequantize_4bit(codes[: -(-shape[0] * shape[1] // 2)], state)
@@ -131,7 +126,7 @@ def _times_packed(
     shape: Sequence[int],
     dtype: torch.dtype,
     kind: str,
-    turns: bool,
+    transposes: bool,
 ) -> torch.Tensor:
     """Multiply rows by the matrices of their experts.
 
@@ -143,16 +138,16 @@ def _times_packed(
         shape: shape of a matrix.
         dtype: type in which a matrix is dequantized.
         kind: bitsandbytes' name of the type of 4 bits.
-        turns: whether matrices are transposed.
+        transposes: whether matrices are transposed.
 
     Returns:
         [tokens, out].
     """
-    output, begin = rows.new_zeros(len(rows), shape[0 if turns else 1]), 0
+    output, begin = rows.new_zeros(len(rows), shape[0 if transposes else 1]), 0
     for expert, end in enumerate(ends.tolist()):
         if end > begin:
-            matrix = _dequantize(codes[expert], scales[expert], shape, dtype, kind).to(rows.dtype)
-            torch.mm(rows[begin:end], matrix.T if turns else matrix, out=output[begin:end])
+            matrix = dequantize_expert(codes[expert], scales[expert], shape, dtype, kind).to(rows.dtype)
+            torch.mm(rows[begin:end], matrix.T if transposes else matrix, out=output[begin:end])
         begin = end
     return output
 
@@ -166,9 +161,9 @@ def _(
     shape: Sequence[int],
     dtype: torch.dtype,
     kind: str,
-    turns: bool,
+    transposes: bool,
 ) -> torch.Tensor:
-    return rows.new_empty(len(rows), shape[0 if turns else 1])
+    return rows.new_empty(len(rows), shape[0 if transposes else 1])
 
 
 @register_flop_formula(torch.ops.hfdist.times_packed)
@@ -183,16 +178,16 @@ class _Product(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, rows: torch.Tensor, ends: torch.Tensor, packed: torch.Tensor, stack: PackedStack, turns: bool
+        ctx: Any, rows: torch.Tensor, ends: torch.Tensor, packed: torch.Tensor, stack: PackedStack, transposes: bool
     ) -> torch.Tensor:
         # Not saved as tensors of the graph: hooks would copy them, and ranks that share weights put other memory there.
-        ctx.others = ends, packed, stack, turns
-        return stack.multiply(rows, ends, packed, turns=turns)
+        ctx.others = ends, packed, stack, transposes
+        return stack.multiply(rows, ends, packed, transposes=transposes)
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        ends, packed, stack, turns = ctx.others
-        return stack.multiply(gradients[0], ends, packed, turns=not turns), None, None, None, None
+        ends, packed, stack, transposes = ctx.others
+        return stack.multiply(gradients[0], ends, packed, transposes=not transposes), None, None, None, None
 
 
 def _multiply(experts: Any, name: str, rows: torch.Tensor, ids: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:

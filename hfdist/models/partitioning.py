@@ -1,4 +1,4 @@
-"""What a layout does to a model while it is made. The default leaves it whole, in this process."""
+"""A model that a layout divides: how it is made, and what a rank can tell of parameters that it does not have."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ def whole_shape(parameter: torch.Tensor) -> tuple[int, ...]:
 
 
 class Partitioning:
-    """A `Strategy` is one: each layout overrides what it needs."""
+    """How a layout changes a model while it is made; here: not at all. A `Strategy` overrides what it does."""
 
-    partitions_in_constructor = False
+    partitions_in_constructor: bool = False
     """Whether transformers partitions each parameter as soon as the model's constructor has made it."""
 
     @property
-    def shares(self) -> str:
+    def sharing_keys(self) -> str:
         """The keys by which a rank has parts of weights, or some of the layers; empty: it has the whole model."""
         return ""
 

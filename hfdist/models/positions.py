@@ -8,7 +8,7 @@ import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from transformers import PreTrainedModel
 
-from hfdist.models.embeddings import scores_sequences
+from hfdist.models.embeddings import token_reader
 from hfdist.models.probing import small_model
 
 Positions = Callable[[torch.Tensor, torch.Tensor | None, int | None], torch.Tensor]
@@ -89,10 +89,8 @@ def _agrees(
 
 
 def _states(model: PreTrainedModel, ids: torch.Tensor, mask: torch.Tensor | None, **more: object) -> torch.Tensor:
-    # One that scores sequences gives nothing for each token itself.
-    reader = model.base_model if scores_sequences(model) else model
     masked = {} if mask is None else {"attention_mask": mask}
-    states: torch.Tensor = reader(input_ids=ids, **masked, **more, use_cache=False)[0]
+    states: torch.Tensor = token_reader(model)(input_ids=ids, **masked, **more, use_cache=False)[0]
     return states
 
 

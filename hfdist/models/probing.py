@@ -12,16 +12,18 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from hfdist.config.task import Head
 from hfdist.models.adapter import inject_adapter
 from hfdist.models.cache_use import without_cache
-from hfdist.models.embeddings import has_token_loss, scores_sequences
+from hfdist.models.embeddings import has_token_loss, token_reader
 from hfdist.models.heads import head_class
 from hfdist.models.image_text import image_example, read_images, reads_images
 from hfdist.models.shrink import shrink_to_try
 
 
 def make_of_config(config: PreTrainedConfig, head: Head) -> PreTrainedModel:
-    """Make a model of a small config with random weights, whole and on the CPU; `head`: what it gives at its end."""
-    # torch.manual_seed would seed GPUs, too, which are not set back.
-    torch.default_generator.manual_seed(0)
+    """Make a model of a small config with random weights, whole and on the CPU; `head`: what it gives at its end.
+
+    It seeds torch's generator of the CPU, as `small_model` does, so that all ranks make the same. Callers set it back.
+    """
+    _seed()
     own, config = head_class(head, config), copy.deepcopy(config)
     if type(config) not in own.by_config:
         # Of a repository whose code the user trusts: its config is of that code, too.
@@ -39,8 +41,14 @@ def make_of_config(config: PreTrainedConfig, head: Head) -> PreTrainedModel:
     return model.float().eval()
 
 
+def _seed() -> None:
+    # torch.manual_seed would seed GPUs, too, which are not set back.
+    torch.default_generator.manual_seed(0)
+
+
 def small_model(model: PreTrainedModel) -> PreTrainedModel:
-    """Make a small model of the same class, whole and on the CPU."""
+    """Make a small model of the same class, whole and on the CPU; see `make_of_config`."""
+    _seed()
     example = image_example(model)
     # The tokens of an example keep their numbers.
     config = shrink_to_try(model.config, keeps_tokens=example is not None)
@@ -110,7 +118,7 @@ def keeps_documents_apart(model: PreTrainedModel) -> bool | None:
         model: whole, on the CPU.
 
     Returns:
-        None where the question cannot be asked here: a kernel needs a GPU.
+        None where the question cannot be asked: a kernel needs a GPU, or the model takes no positions.
     """
     vocab_size = model.config.get_text_config().vocab_size
     ids = torch.arange(1, 1 + _FIRST + _SECOND).remainder(vocab_size)[None]
@@ -119,13 +127,12 @@ def keeps_documents_apart(model: PreTrainedModel) -> bool | None:
     positions = torch.cat([torch.arange(_FIRST), torch.arange(_SECOND)])[None]
     was_training = model.training
     model.eval()
-    # One that scores sequences gives nothing for each token itself.
-    reader = model.base_model if scores_sequences(model) else model
+    reader = token_reader(model)
     try:
         # With a cache, restarting positions are not looked at.
         with without_cache(model.config):
             before, after = (reader(input_ids=own, position_ids=positions)[0][:, _FIRST:] for own in (ids, changed))
-    except (TypeError, ValueError, RuntimeError, ImportError):
+    except Exception:  # whatever a model raises that takes no positions, or has kernels for GPUs alone
         return None
     finally:
         model.train(was_training)

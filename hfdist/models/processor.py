@@ -68,9 +68,10 @@ def _load(folder: Path, name: str, tokenizer: PreTrainedTokenizerBase) -> Proces
         # Of another type it would be another class, and of somebody else's code too.
         images = AutoImageProcessor.from_pretrained(folder, trust_remote_code=False)
         parts = {"image_processor": images, "tokenizer": tokenizer}
-        own = {key: value for key, value in values.items() if key not in _PARTS}
-        given = [parts.get(part) for part in made.get_attributes()]
-        processor: ProcessorMixin = made.from_args_and_dict(given, own)
+        settings = {key: value for key, value in values.items() if key not in _PARTS}
+        processor: ProcessorMixin = made.from_args_and_dict(
+            [parts.get(part) for part in made.get_attributes()], settings
+        )
     except (HfdistError, MemoryError):
         raise
     except Exception as error:  # whatever a class raises on the files of somebody else

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Set
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -94,9 +95,13 @@ def list_files(config: ModelConfig, folder: Path) -> list[str]:
     Raises:
         ConfigError: some are missing.
     """
-    names = {one.name for one in folder.iterdir() if one.is_file()}
-    weights = _check_model(config, names, folder, str(folder), True)
+    names = _list_names(folder)
+    weights = _check_model(config, names, folder, str(folder), is_complete=True)
     return sorted({*weights, *(name for name in names if name.endswith(_SMALL))})
+
+
+def _list_names(folder: Path) -> set[str]:
+    return {file.name for file in folder.iterdir() if file.is_file()}
 
 
 @dataclass(frozen=True)
@@ -116,7 +121,8 @@ def _find(
     is_model: bool,
 ) -> _Found:
     path = expand_user(name)
-    if name.endswith(".gguf") or path.exists() or name.startswith((".", "/", "~")):
+    # Not by methods of Path: these raise an OSError for a name that is too long.
+    if name.endswith(".gguf") or os.path.exists(path) or name.startswith((".", "/", "~")):
         return _Found(_find_here(config, path, gguf_file, cache_dir=cache_dir, key=key, is_model=is_model))
     repository = Repository(name, key, cache_dir)
     snapshot = repository.resolve(revision)
@@ -134,7 +140,7 @@ def _find(
     folder = repository.fetch(snapshot, small)
     if not is_model:
         return _Found(folder)
-    weights = _check_model(config, snapshot.names, folder, name, snapshot.is_complete)
+    weights = _check_model(config, snapshot.names, folder, name, is_complete=snapshot.is_complete)
     return _Found(folder, lambda: repository.fetch(snapshot, weights))
 
 
@@ -143,15 +149,15 @@ def _find_here(
 ) -> Path:
     file = path / gguf_file if gguf_file is not None else path
     if file.suffix == ".gguf":
-        if not file.is_file():
+        if not os.path.isfile(file):
             hint = "of a Hub repository: model.name=OWNER/NAME model.gguf_file=FILE.gguf"
             raise ConfigError("there is no such file", where=key, found=file, hint=hint)
         return convert_gguf(file, cache_dir, key=key)
-    if not path.is_dir():
+    if not os.path.isdir(path):
         allowed = "a Hub id, a folder, or a .gguf file"
         raise ConfigError("there is no such folder", where=key, found=path, allowed=allowed)
     if is_model:
-        _check_model(config, {one.name for one in path.iterdir() if one.is_file()}, path, str(path), True)
+        _check_model(config, _list_names(path), path, str(path), is_complete=True)
     return path
 
 
@@ -165,7 +171,7 @@ def _require(snapshot: Snapshot, file: str, name: str, *, key: str) -> None:
     raise ConfigError(what, where=key, found=name, allowed=", ".join(others[:20]) or None, hint=hint)
 
 
-def _check_model(config: ModelConfig, names: set[str], folder: Path, found: str, is_complete: bool) -> list[str]:
+def _check_model(config: ModelConfig, names: set[str], folder: Path, found: str, *, is_complete: bool) -> list[str]:
     """Check the small files of a model, and give the names of the files of weights.
 
     Args:

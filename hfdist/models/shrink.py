@@ -111,17 +111,6 @@ def shrink_to_try(config: PreTrainedConfig, *, keeps_tokens: bool = False) -> Pr
     return small
 
 
-def special_token_ids(config: PreTrainedConfig) -> set[int]:
-    """Give the ids that mean something else than text anywhere in `config`: ends, padding, places of images."""
-    found: set[int] = set()
-    for name, value in vars(config).items():
-        if isinstance(value, PreTrainedConfig):
-            found |= special_token_ids(value)
-        elif re.fullmatch(SPECIAL_TOKENS, name):
-            found |= {i for i in (value if isinstance(value, list) else [value]) if isinstance(i, int)}
-    return found
-
-
 def _small_config(
     config: PreTrainedConfig, text: PreTrainedConfig, num_blocks: int, vocab_size: int
 ) -> PreTrainedConfig:

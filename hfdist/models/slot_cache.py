@@ -45,11 +45,11 @@ class _Keys(DynamicLayer):
         if not self.is_initialized:
             self.keys, self.values, self.is_initialized = key_states, value_states, True
             return key_states, value_states
-        own = self._cache
-        stop = own.stop + key_states.shape[2]
-        self.keys[: own.num_rows, :, own.stop : stop] = key_states
-        self.values[: own.num_rows, :, own.stop : stop] = value_states
-        return self.keys[: own.num_rows, :, own.start : stop], self.values[: own.num_rows, :, own.start : stop]
+        cache = self._cache
+        stop = cache.stop + key_states.shape[2]
+        self.keys[: cache.num_rows, :, cache.stop : stop] = key_states
+        self.values[: cache.num_rows, :, cache.stop : stop] = value_states
+        return self.keys[: cache.num_rows, :, cache.start : stop], self.values[: cache.num_rows, :, cache.start : stop]
 
     def _hold(self, keys: torch.Tensor, values: torch.Tensor, *, stop: int) -> None:
         """Hold copies of these, up to column `stop`, in tensors with room for all rows and for more columns.
@@ -67,14 +67,14 @@ class _Keys(DynamicLayer):
     def lay(self, stop: int) -> None:
         """Copy what the model sees into tensors in which it ends at column `stop`, with room after it."""
         if self.is_initialized:
-            own = self._cache
-            seen = [held[: own.num_rows, :, own.start : own.stop] for held in (self.keys, self.values)]
+            cache = self._cache
+            seen = [held[: cache.num_rows, :, cache.start : cache.stop] for held in (self.keys, self.values)]
             self._hold(*seen, stop=stop)
 
     def is_full(self) -> bool:
         """Whether there is no room for the rows, or for another token of each."""
-        own = self._cache
-        return self.is_initialized and (len(self.keys) < own.num_rows or self.keys.shape[2] == own.stop)
+        cache = self._cache
+        return self.is_initialized and (len(self.keys) < cache.num_rows or self.keys.shape[2] == cache.stop)
 
     def move(self, sources: Sequence[int], places: Sequence[int]) -> None:
         """Copy rows to other places."""
@@ -86,13 +86,13 @@ class _Keys(DynamicLayer):
     def take(self, other: _Keys, rows: Sequence[int], first: int) -> None:
         """Copy rows of another cache, from the row `first` on."""
         if other.is_initialized:
-            own, of = self._cache, other._cache
+            cache, other_cache = self._cache, other._cache
             if not self.is_initialized:
                 none = (held[:0, :, :0] for held in (other.keys, other.values))
-                self._hold(*none, stop=own.stop)
-            columns = slice(own.stop - of.num_columns, own.stop)
+                self._hold(*none, stop=cache.stop)
+            columns = slice(cache.stop - other_cache.num_columns, cache.stop)
             for held, given in ((self.keys, other.keys), (self.values, other.values)):
-                held[first : own.num_rows, :, columns] = given[rows, :, of.start : of.stop]
+                held[first : cache.num_rows, :, columns] = given[rows, :, other_cache.start : other_cache.stop]
 
 
 class _States(LinearAttentionLayer):

@@ -20,14 +20,14 @@ NAME = "hfdist_products"
 """Of this way to compute experts, in the registry of transformers."""
 DEFAULT = "grouped_mm"
 """transformers' own."""
-_FACTORS, _PRODUCT = "hfdist_factors", "hfdist_product"
-"""Attributes of a module of experts: LoRA of the forward that runs now, and the product that its stacks need."""
+_FACTORS = "hfdist_factors"
+"""Attribute of a module of experts: LoRA of the forward that runs now."""
+_PRODUCT = "hfdist_product"
+"""Attribute of a module of experts: the product that its stacks need."""
 _OF_REGISTRY = {"has_gate", "has_bias", "is_transposed", "is_concatenated"}
 """What the registry of transformers tells modules of their class; others have a forward of their own."""
 _ALIGNED_BYTES = 16
 """What the strides of a grouped product must be a multiple of."""
-
-
 _Kept = torch.Tensor | tuple[torch.Size, tuple[int, ...], int]
 """A tensor, or the size, strides and offset of a view of a copied stack."""
 

@@ -22,6 +22,8 @@ logger = logging.getLogger(__name__)
 
 END_OF_TEXT = "<|endoftext|>"
 """The special token of tokenizers that are trained here."""
+_FORMAT = 1
+"""Version of trained tokenizers; to be counted up when `train_bpe` makes another one of the same texts."""
 _SAMPLE = "Words, 1234 numbers\n\tand\u00a0signs: {[(<|x|>)]}; \u00e4\u4e2d\U0001f600 " * 8
 """Text that a tokenizer of somebody else's must take."""
 
@@ -42,6 +44,11 @@ def load_tokenizer(
     """
     if config.tokenizer.name is None:
         return _trained(config.tokenizer, corpus_id=corpus_id, texts=texts, cache_dir=cache_dir)
+    return load_pretrained_tokenizer(config, cache_dir=cache_dir)
+
+
+def load_pretrained_tokenizer(config: ModelConfig, *, cache_dir: Path) -> PreTrainedTokenizerBase:
+    """Give the tokenizer that `model.tokenizer.name` names; see `load_tokenizer`."""
     folder = resolve_tokenizer(config, cache_dir=cache_dir).name
 
     def load() -> PreTrainedTokenizerBase:
@@ -81,8 +88,7 @@ def as_tokenizer(loaded: object) -> PreTrainedTokenizerBase:
 def _trained(
     config: TokenizerConfig, *, corpus_id: str, texts: Callable[[int], Iterable[str]], cache_dir: Path
 ) -> PreTrainedTokenizerBase:
-    # The number: to be raised where another tokenizer comes of the same.
-    identity = json.dumps([1, corpus_id, config.vocab_size, config.train_bytes])
+    identity = json.dumps([_FORMAT, corpus_id, config.vocab_size, config.train_bytes])
     key = hashlib.blake2b(identity.encode(), digest_size=12).hexdigest()
     folder = cache_dir / "tokenizers" / f"bpe-{config.vocab_size}-{key}"
 

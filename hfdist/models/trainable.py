@@ -48,12 +48,11 @@ class TrainableParameters:
         cls, config: RunConfig, *, unreached: frozenset[str] = frozenset(), example: ImageBatch | None = None
     ) -> TrainableParameters:
         """Take the keys out of a config."""
-        freeze, train_only = tuple(config.train.freeze), tuple(config.train.train_only)
         return cls(
             base=config.model,
             adapter=config.adapter,
-            freeze=freeze,
-            train_only=train_only,
+            freeze=tuple(config.train.freeze),
+            train_only=tuple(config.train.train_only),
             reads_images=config.data.images.used,
             has_values=config.task.name.traits.has_values,
             unreached=unreached,
@@ -84,7 +83,14 @@ class TrainableParameters:
                 read_images(model, unreached=self.unreached, example=self.example)
             else:
                 read_text_alone(model)
-            _check_some_left(model, self)
+            if not any(parameter.requires_grad for parameter in model.parameters()):
+                raise self._nothing_reached()
+
+    def _nothing_reached(self) -> ConfigError:
+        why, hint = "the data have no images, and only what images reach was to be trained", "rows with images, or "
+        if self.reads_images:
+            why, hint = "no gradient of images reaches what was to be trained", ""
+        return _nothing_left(f": {why}", self.freeze, self.train_only, hint=f"{hint}train.train_only=[language]")
 
     @contextmanager
     def kept_in_float32(self, model: nn.Module) -> Iterator[None]:
@@ -119,22 +125,12 @@ def freeze_by_name(model: nn.Module, *, freeze: Sequence[str], train_only: Seque
         if parameter in frozen or (train_only and parameter not in chosen):
             parameter.requires_grad_(False)
     if not any(parameter.requires_grad for parameter in names):
-        raise ConfigError(
-            "nothing is left to train",
-            where="train.freeze, train.train_only",
-            found=f"freeze={list(freeze)}, train_only={list(train_only)}",
-            hint="train.freeze=[] train.train_only=[]",
-        )
+        raise _nothing_left("", freeze, train_only, hint="train.freeze=[] train.train_only=[]")
 
 
-def _check_some_left(model: nn.Module, trained: TrainableParameters) -> None:
-    if not any(parameter.requires_grad for parameter in model.parameters()):
-        raise ConfigError(
-            "nothing is left to train: the data have no images, and only what images reach was to be trained",
-            where="train.freeze, train.train_only",
-            found=f"freeze={list(trained.freeze)}, train_only={list(trained.train_only)}",
-            hint="rows with images, or train.train_only=[language]",
-        )
+def _nothing_left(why: str, freeze: Sequence[str], train_only: Sequence[str], *, hint: str) -> ConfigError:
+    found = f"freeze={list(freeze)}, train_only={list(train_only)}"
+    return ConfigError(f"nothing is left to train{why}", where="train.freeze, train.train_only", found=found, hint=hint)
 
 
 def _matches(
@@ -142,17 +138,17 @@ def _matches(
 ) -> dict[nn.Parameter, list[str]]:
     """Parameters of which any name matches. A tied one has several, and is one thing under all of them."""
     found: dict[nn.Parameter, list[str]] = {}
-    # A part is what it has.
+    # The name of a part stands for those of its parameters.
     patterns = [name for pattern in patterns for name in parts.get(pattern) or [pattern]]
     for pattern in patterns:
-        matching = {p: own for p, own in names.items() if fnmatch.filter(own, pattern)}
+        matching = {p: aliases for p, aliases in names.items() if fnmatch.filter(aliases, pattern)}
         if not matching:
-            raise _no_match([name for own in names.values() for name in own], pattern, key)
+            raise _no_match([name for aliases in names.values() for name in aliases], pattern, key)
         found |= matching
-    for own in found.values():
-        others = [name for name in own if not any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)]
+    for aliases in found.values():
+        others = [name for name in aliases if not any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)]
         if others:
-            logger.info("%s: %s is the same weight as %s, so it goes along", key, ", ".join(others), own[0])
+            logger.info("%s: %s is the same weight as %s, so it goes along", key, ", ".join(others), aliases[0])
     return found
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 
+import transformers
 from huggingface_hub.errors import StrictDataclassError
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
@@ -31,7 +32,7 @@ def fit_vocabulary(architecture: PreTrainedConfig, tokenizer: PreTrainedTokenize
             hint = "without model.config.vocab_size: it is that of the model's files"
         elif not is_random:
             # Its embeddings are in a file, so that another number of them is another model.
-            where, hint = "model.tokenizer.name", _give_embeddings(config, size)
+            where, hint = "model.tokenizer.name", _give_embeddings(architecture, config, size)
         found = f"{text.vocab_size} embeddings, {size} tokens"
         raise ConfigError(what, where=where, found=found, allowed=f">= {size} embeddings", hint=hint)
     if is_random:
@@ -52,10 +53,13 @@ def _take_special_ids(architecture: PreTrainedConfig, tokenizer: PreTrainedToken
             raise ConfigError(what, where="model.type", found=architecture.model_type, hint=hint) from error
 
 
-def _give_embeddings(config: ModelConfig, size: int) -> str:
+def _give_embeddings(architecture: PreTrainedConfig, config: ModelConfig, size: int) -> str:
     """Say how a model with more embeddings is made of this one and its tokenizer: a command, and what to start then."""
+    # The class that the files name: one without their head would leave it out.
+    named = architecture.architectures or ()
+    model_class = next((name for name in named if hasattr(transformers, name)), "AutoModelForCausalLM")
     code = (
-        "from transformers import AutoModelForCausalLM as Model, AutoTokenizer as Tokenizer; "
+        f"from transformers import {model_class} as Model, AutoTokenizer as Tokenizer; "
         f"model = Model.from_pretrained({config.name!r}, dtype='auto'); model.resize_token_embeddings({size}); "
         "model.save_pretrained('resized'); "
         f"Tokenizer.from_pretrained({config.tokenizer.name!r}).save_pretrained('resized')"

@@ -24,7 +24,8 @@ def check(optimizer: torch.optim.Optimizer, sees: Reach, *, is_saved: bool) -> N
     Raises:
         ConfigError: with the reason.
     """
-    answer, where = ask(optimizer), "optimizer.name, optim or optimizers"
+    answer = ask(optimizer)
+    where = "optimizer.name, optim or optimizers"
     if answer.reach > sees:
         raise ConfigError(
             "this optimizer does not train in this layout as it does on one process",
@@ -34,9 +35,13 @@ def check(optimizer: torch.optim.Optimizer, sees: Reach, *, is_saved: bool) -> N
             hint="strategy=ddp (sharding='none'), or an optimizer that works element by element, such as adamw",
         )
     if is_saved and answer.not_saved:
-        what, allowed = "no checkpoint can hold what this optimizer keeps", "numbers and tensors for each parameter"
-        hint, found = "save_strategy='no' (checkpoint=none), or another optimizer", f"{describe(optimizer)}: "
-        raise ConfigError(what, where=where, found=found + answer.not_saved, allowed=allowed, hint=hint)
+        raise ConfigError(
+            "no checkpoint can hold what this optimizer keeps",
+            where=where,
+            found=f"{describe(optimizer)}: {answer.not_saved}",
+            allowed="numbers and tensors for each parameter",
+            hint="save_strategy='no' (checkpoint=none), or another optimizer",
+        )
 
 
 def check_steps_all(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:

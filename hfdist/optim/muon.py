@@ -109,13 +109,19 @@ class MuonWithAdamW:
         matrices: list[nn.Parameter] = []
         decayed: list[nn.Parameter] = []
         others: list[nn.Parameter] = []
-        for parameter in model.parameters():
-            if parameter.requires_grad:
-                # Under ZeRO-3, parameters are empty but for their share.
-                num_dimensions = len(getattr(parameter, "ds_shape", parameter.shape))
-                # Others of three dimensions, such as convolutions, are no stacks.
-                is_matrix = num_dimensions == (3 if id(parameter) in stacked else 2) and id(parameter) not in apart
-                (matrices if is_matrix else decayed if num_dimensions >= 2 else others).append(parameter)
+        for name, parameter in model.named_parameters():
+            if not parameter.requires_grad:
+                continue
+            # Under ZeRO-3, parameters are empty but for their share.
+            num_dimensions = len(getattr(parameter, "ds_shape", parameter.shape))
+            # Others of three dimensions, such as convolutions, are no stacks.
+            matrix_dimensions = 3 if id(parameter) in stacked else 2
+            if num_dimensions < 2 or is_bias(name):
+                others.append(parameter)
+            elif num_dimensions == matrix_dimensions and id(parameter) not in apart:
+                matrices.append(parameter)
+            else:
+                decayed.append(parameter)
         adamw: list[Group] = [
             {"params": decayed, "weight_decay": weight_decay},
             {"params": others, "weight_decay": 0.0},
@@ -132,6 +138,14 @@ def stacks_of_experts(model: nn.Module) -> Iterator[nn.Parameter]:
     for module in model.modules():
         if type(module).__name__.endswith("Experts"):
             yield from module.parameters(recurse=False)
+
+
+def is_bias(name: str) -> bool:
+    """Whether a parameter is a bias by its name, as a stack of those of experts, which has two dimensions.
+
+    transformers' Trainer decays none of them.
+    """
+    return "bias" in name
 
 
 def embeddings_and_heads(model: nn.Module) -> set[int]:

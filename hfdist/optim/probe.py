@@ -20,9 +20,9 @@ from hfdist.errors import first_line
 from hfdist.optim.joined import Group
 from hfdist.optim.trial_step import (
     active_group,
+    device_and_dtype,
     is_plain_number,
     over,
-    place_of,
     state_after_step,
     step_once,
     step_without_trace,
@@ -130,7 +130,7 @@ def _ask_group(optimizer: torch.optim.Optimizer, group: Group) -> Answer:
 
 def _draw(group: Group) -> tuple[list[torch.Tensor], list[list[torch.Tensor]]]:
     """Draw two tensors, and for each step their gradients."""
-    device, dtype = place_of(group)
+    device, dtype = device_and_dtype(group)
     generator = torch.Generator().manual_seed(0)
 
     def draw(scale: float) -> torch.Tensor:
@@ -180,7 +180,7 @@ def _why_not_by_element(
 
 def starts_from_zeros(optimizer: torch.optim.Optimizer, group: Group) -> bool:
     """Whether it takes a state of zeros for none: what never had a gradient may then be given one."""
-    device, dtype = place_of(group)
+    device, dtype = device_and_dtype(group)
     generator = torch.Generator().manual_seed(0)
     # A matrix, which some take alone.
     start, gradient = ((torch.randn(8, 8, generator=generator)).to(device, dtype) for _ in range(2))
@@ -202,7 +202,7 @@ def ignores_gradient_size(optimizer: torch.optim.Optimizer) -> bool:
     generator = torch.Generator().manual_seed(0)
     start, gradient = (torch.randn(64, generator=generator) for _ in range(2))
     for group in _kinds_of_groups(optimizer):
-        device, dtype = place_of(group)
+        device, dtype = device_and_dtype(group)
         steps = [gradient.to(device, dtype) * (1 + step) for step in range(_NUM_STEPS)]
         first, second = (
             updates_of(optimizer, group, [start.to(device, dtype)], [[scale * one] for one in steps])[0]
@@ -217,7 +217,7 @@ def moving_options(optimizer: torch.optim.Optimizer) -> list[str]:
     """Name the numbers of a group that its steps change, other than the rate, which a schedule sets."""
     moving: set[str] = set()
     for group in _kinds_of_groups(optimizer):
-        device, dtype = place_of(group)
+        device, dtype = device_and_dtype(group)
         parameter = nn.Parameter(torch.zeros(_SHAPE, device=device, dtype=dtype))
         stepped = over(optimizer, [active_group(group, [parameter])])
         [options] = stepped.param_groups

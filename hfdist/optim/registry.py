@@ -68,6 +68,18 @@ def find_optimizer(config: OptimizerConfig, *, warmup_steps: int) -> ClassAndSet
     return kind, settings | config.arguments
 
 
+def settings_from_keys(config: OptimizerConfig) -> frozenset[str]:
+    """Name the settings of a group of parameters that keys of `optimizer` give: Adam's, or the first two alone.
+
+    Raises:
+        ConfigError: as of `find_optimizer`.
+    """
+    _, settings = find_optimizer(config, warmup_steps=0)
+    of_adam = settings.keys() & _OWN_KEYS_OF_ADAM.keys() - config.arguments.keys()
+    # Each group has these two, by the schedule and by what decays in the model.
+    return frozenset(_OWN_KEYS) | of_adam
+
+
 def _load(config: OptimizerConfig) -> type[torch.optim.Optimizer]:
     if config.name is not OptimizerName.adamw:
         raise ConfigError(

@@ -39,10 +39,10 @@ def _state_of_construction(
 ) -> dict[torch.Tensor, dict[str, object]]:
     """The state that its constructor makes, as Adagrad's does; most make none before their first step."""
     state: dict[torch.Tensor, dict[str, object]] = {}
-    for part, own in groups_by_optimizer(optimizer, groups):
+    for part, part_groups in groups_by_optimizer(optimizer, groups):
         # A constructor with other arguments than the settings of a group cannot be asked.
         with contextlib.suppress(Exception):
-            state |= type(part)([copy.copy(group) for group in own], **part.defaults).state
+            state |= type(part)([copy.copy(group) for group in part_groups], **part.defaults).state
     return state
 
 
@@ -84,7 +84,7 @@ def _zero(value: Any) -> object:
     return type(value)(0) if is_plain_number(value) else value
 
 
-def place_of(group: Group) -> tuple[torch.device, torch.dtype]:
+def device_and_dtype(group: Group) -> tuple[torch.device, torch.dtype]:
     """Give the device and the type of a group's tensors."""
     # A stage may hold none of a group, and ZeRO-3 takes its tensors out of the groups between steps.
     first = group["params"][0] if group["params"] else torch.empty(0)
@@ -120,8 +120,8 @@ def updates_of(
         # `torch.manual_seed` keeps a stack trace for each kind of device that has not started: a third of this probe.
         seed = torch.manual_seed if device.type == "cuda" else torch.default_generator.manual_seed
         seed(0)
-        for of_step in gradients:
-            for parameter, gradient in zip(parameters, of_step, strict=True):
+        for step_gradients in gradients:
+            for parameter, gradient in zip(parameters, step_gradients, strict=True):
                 parameter.grad = gradient.clone()
             step_without_trace(stepped)
     return [parameter.detach() - start for parameter, start in zip(parameters, starts, strict=True)]

@@ -9,7 +9,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from hfdist.errors import ConfigError
 from hfdist.optim.check import describe
-from hfdist.optim.muon import embeddings_and_heads
+from hfdist.optim.muon import embeddings_and_heads, is_bias
 from hfdist.optim.probe import Reach, ask, ignores_gradient_size
 
 _KEY = "optimizer.base_width"
@@ -45,14 +45,18 @@ def rate_factor(config: PreTrainedConfig, base_width: int) -> float:
 
 
 def hidden_matrices(model: PreTrainedModel, whole_shape: Callable[[torch.Tensor], tuple[int, ...]]) -> set[int]:
-    """Give the ids of parameters of two dimensions or more, but for embeddings and heads, tied or not.
+    """Give the ids of parameters of two dimensions or more, but for embeddings and heads, tied or not, and biases.
 
     Args:
         model: whole, or a rank's part of it.
         whole_shape: of a parameter in the whole model.
     """
     apart = embeddings_and_heads(model)
-    return {id(p) for p in model.parameters() if len(whole_shape(p)) >= 2 and id(p) not in apart}
+    return {
+        id(parameter)
+        for name, parameter in model.named_parameters()
+        if len(whole_shape(parameter)) >= 2 and id(parameter) not in apart and not is_bias(name)
+    }
 
 
 def scale_rates(optimizer: torch.optim.Optimizer, parameters: Set[int], factor: float) -> None:

@@ -25,9 +25,10 @@ from hfdist.collectives import gather_json
 from hfdist.config.train import Precision
 from hfdist.errors import ConfigError, named_line
 from hfdist.models.embeddings import input_embeddings
-from hfdist.pipeline.costs import costs_by_parameters, count_of_images
+from hfdist.pipeline.costs import costs_by_parameters, kind_of_block, num_image_parameters
 from hfdist.pipeline.split_backward import backward_inputs
-from hfdist.pipeline.stage_module import Block, BlockPlace, copy_structure, preserve_state
+from hfdist.pipeline.stage_forward import BlockPlace
+from hfdist.pipeline.stage_module import Block, copy_structure, preserve_state
 
 logger = logging.getLogger(__name__)
 
@@ -77,7 +78,7 @@ def time_blocks(
     blocks: Sequence[Block],
     tokens: torch.Tensor,
     device: torch.device,
-    half: torch.dtype | None,
+    autocast_type: torch.dtype | None,
     *,
     halves: bool = False,
 ) -> BlockTimes:
@@ -88,13 +89,13 @@ def time_blocks(
         blocks: its blocks.
         tokens: one micro batch of token ids, shape [sequences, tokens].
         device: where the model will train.
-        half: type of autocast, if any.
+        autocast_type: type of autocast, if any.
         halves: whether the halves of backwards are timed, too.
 
     Raises:
         ConfigError: blocks that share states with others.
     """
-    timer = _Timer(device, half, len(blocks), halves=halves)
+    timer = _Timer(device, autocast_type, len(blocks), halves=halves)
     try:
         with torch.no_grad(), preserve_state(model):
             copy_structure(model, blocks, timer.call)(input_ids=tokens)
@@ -109,15 +110,17 @@ def time_blocks(
     embedding, head = input_embeddings(model), model.get_output_embeddings()
     ids, hidden = tokens.to(device), timer.hidden.to(device).requires_grad_()
 
-    def loss(there: nn.Module, inputs: torch.Tensor) -> torch.Tensor:
-        return nn.functional.cross_entropy(there(inputs).float().flatten(0, -2), ids.flatten())
+    def loss(copied: nn.Module, inputs: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(copied(inputs).float().flatten(0, -2), ids.flatten())
 
     # Their weights are drawn, too.
     with preserve_state(model):
-        prologue = PartTime() if embedding is None else timer.time(embedding, lambda: None, lambda there, _: there(ids))
+        prologue = (
+            PartTime() if embedding is None else timer.time(embedding, lambda: None, lambda copied, _: copied(ids))
+        )
         epilogue = PartTime() if head is None else timer.time(head, lambda: hidden, loss)
     # Its images are not here yet: it counts as blocks of as many parameters would.
-    share = count_of_images(model) / sum(costs_by_parameters(model, blocks).blocks)
+    share = num_image_parameters(model) / sum(costs_by_parameters(model, blocks).blocks)
     of_images = PartTime(*(share * leg for leg in _total(timer.times)))
     return BlockTimes(tuple(timer.times), _total([prologue, of_images]), epilogue)
 
@@ -135,8 +138,8 @@ def time_blocks_of_run(
     `shape`: sequences and tokens of a micro batch.
     """
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
-    half = {Precision.bf16: torch.bfloat16, Precision.fp16: torch.float16}.get(precision)
-    own = time_blocks(model, blocks, torch.zeros(shape, dtype=torch.int64), device, half, halves=halves)
+    autocast_type = {Precision.bf16: torch.bfloat16, Precision.fp16: torch.float16}.get(precision)
+    own = time_blocks(model, blocks, torch.zeros(shape, dtype=torch.int64), device, autocast_type, halves=halves)
     logger.info(
         "measured: blocks %s s, embedding %.3g s, head and loss %.3g s",
         tuple(part.seconds for part in own.blocks),
@@ -152,18 +155,22 @@ def time_blocks_of_run(
 
 
 class _Timer:
-    def __init__(self, device: torch.device, half: torch.dtype | None, num_blocks: int, *, halves: bool) -> None:
+    """Times modules of a model by copies of them on the device."""
+
+    def __init__(
+        self, device: torch.device, autocast_type: torch.dtype | None, num_blocks: int, *, halves: bool
+    ) -> None:
         self.times = [PartTime()] * num_blocks
         self.hidden = torch.empty(0)
         """Output of the last block, shape [sequences, tokens, hidden]."""
         self._device = device
-        self._half = half
+        self._autocast_type = autocast_type
         self._halves = halves
         self._known: dict[str, tuple[PartTime, object]] = {}
 
     def call(self, place: BlockPlace, block: nn.Module, *args: object, **kwargs: object) -> object:
         """Stand in for a block: time it, or take the time and the output of another one of its kind."""
-        kind = kind_of_block(block)
+        kind = kind_of_block((block,))
         if kind not in self._known:
             self._known[kind] = self._measure(block, args, kwargs)
         of_part, output = self._known[kind]
@@ -183,24 +190,29 @@ class _Timer:
         """
         # Small random weights: those of a model that is not loaded yet may be anything.
         memo: dict[int, object] = {id(p): nn.Parameter(self._random_like(p)) for p in module.parameters()}
-        there = copy.deepcopy(module, memo).to(self._device)
-        ways = (False, True) if self._halves else (False,)
-        rounds: list[list[tuple[float, float, float]]] = []
-        kept = _KeptBytes(there)
-        for number in range(1 + _REPEATS):
-            rounds.append([])
-            for splits in ways:
-                # Of one pass: the memory of one that is over is given out again.
-                with kept if self._halves and number == 0 and not splits else nullcontext():
-                    rounds[-1].append(self._run(partial(call, there), prepare(), splits=splits))
-        whole, *halved = ([median(leg) for leg in zip(*way, strict=True)] for way in zip(*rounds[1:], strict=True))
-        _, input_half, weight_half = halved[0] if halved else (0.0, 0.0, 0.0)
-        return PartTime(whole[0], whole[2], input_half, weight_half, kept.num_bytes)
+        copied = copy.deepcopy(module, memo).to(self._device)
+        run, kept = partial(self._run, partial(call, copied)), _KeptBytes(copied)
+        # The first passes are not timed. Bytes are those of one pass: memory of one that is over is given out again.
+        with kept if self._halves else nullcontext():
+            run(prepare(), splits=False)
+        if self._halves:
+            run(prepare(), splits=True)
+        whole, halved = [], []
+        for _ in range(_REPEATS):
+            whole.append(run(prepare(), splits=False))
+            if self._halves:
+                halved.append(run(prepare(), splits=True))
+        forward, _, backward = map(median, zip(*whole, strict=True))
+        _, input_half, weight_half = map(median, zip(*halved, strict=True)) if halved else (0.0, 0.0, 0.0)
+        return PartTime(forward, backward, input_half, weight_half, kept.num_bytes)
 
     def _run(self, call: Callable[[Inputs], object], inputs: Inputs, *, splits: bool) -> tuple[float, float, float]:
         """Give the seconds of a forward, of the first half of its backward, and of the rest or of all of it."""
         start = self._now()
-        with torch.enable_grad(), torch.autocast(self._device.type, self._half, enabled=self._half is not None):
+        with (
+            torch.enable_grad(),
+            torch.autocast(self._device.type, self._autocast_type, enabled=self._autocast_type is not None),
+        ):
             values = tree_leaves(call(inputs))
         outputs = [value for value in values if isinstance(value, torch.Tensor) and value.requires_grad]
         gradients = [torch.ones_like(output) for output in outputs]
@@ -217,6 +229,7 @@ class _Timer:
     def _measure(
         self, block: nn.Module, args: tuple[object, ...], kwargs: Mapping[str, object]
     ) -> tuple[PartTime, object]:
+        """Give the time of a module of a block, and its output on the host."""
         output: object = None
 
         def prepare() -> tuple[tuple[object, ...], Mapping[str, object]]:
@@ -226,13 +239,13 @@ class _Timer:
             )
             return moved
 
-        def call(there: nn.Module, inputs: tuple[tuple[object, ...], Mapping[str, object]]) -> object:
+        def call(copied: nn.Module, inputs: tuple[tuple[object, ...], Mapping[str, object]]) -> object:
             nonlocal output
-            output = there(*inputs[0], **inputs[1])
+            output = copied(*inputs[0], **inputs[1])
             return output
 
-        of_block = self.time(block, prepare, call)
-        return of_block, tree_map_only(torch.Tensor, lambda tensor: tensor.detach().cpu(), output)
+        seconds = self.time(block, prepare, call)
+        return seconds, tree_map_only(torch.Tensor, lambda tensor: tensor.detach().cpu(), output)
 
     def _move(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.detach().to(self._device).requires_grad_(tensor.is_floating_point())
@@ -264,10 +277,3 @@ class _KeptBytes(saved_tensors_hooks):
 
 def _total(parts: Sequence[PartTime]) -> PartTime:
     return PartTime(*map(sum, zip(*parts, strict=True)))
-
-
-def kind_of_block(block: nn.Module) -> str:
-    """Equal for blocks that cost the same: same modules, same shapes, same plain settings."""
-    settings = {name: value for name, value in vars(block).items() if isinstance(value, (str, bool))}
-    shapes = [(name, tuple(parameter.shape)) for name, parameter in block.named_parameters()]
-    return repr((type(block), sorted(settings.items()), shapes))

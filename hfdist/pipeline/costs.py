@@ -14,6 +14,13 @@ from hfdist.models.flops import HIDDEN_SIZES, attention_width
 from hfdist.models.image_text import PROJECTOR, TOWER, names_of_parts, reads_images
 from hfdist.pipeline.stage_module import Block
 
+_FLOPS_OF_WEIGHT = 6.0
+"""For one token: a product and a sum in the forward, and as many for each of the backward's two gradients."""
+_FLOPS_OF_SCORE = 2 * _FLOPS_OF_WEIGHT
+"""For one token, of each number of its queries with each other token: in the scores, and in the sum of values."""
+_FLOPS_OF_LOGIT = 10.0
+"""For one token, of each logit: the softmax and its gradient."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Costs:
@@ -23,7 +30,7 @@ class Costs:
     prologue: float
     """What runs before the first block: the embedding, and what reads images in a run whose rows have some."""
     epilogue: float
-    """What runs after the last block: final norm, head and loss."""
+    """What runs after the last block: the head and its loss; a final norm is too small to count."""
 
     def of_blocks(self, run: range) -> float:
         """Give what a stage of these blocks costs, with what comes before the first and after the last block."""
@@ -35,33 +42,34 @@ def costs_by_parameters(model: PreTrainedModel, blocks: Sequence[Block]) -> Cost
     """Parameters, for equal memory. A tied head counts where it runs, as its rank holds a copy."""
     return Costs(
         blocks=tuple(float(sum(p.numel() for p in parameters_of(block).values())) for block in blocks),
-        prologue=float(_numel(input_embeddings(model)) + count_of_images(model)),
+        prologue=float(_numel(input_embeddings(model)) + num_image_parameters(model)),
         epilogue=float(_numel(model.get_output_embeddings())),
     )
 
 
 def costs_by_flops(model: PreTrainedModel, blocks: Sequence[Block], sequence_length: int) -> Costs:
-    """Operations of forward and backward for one token, for equal time: 6 for each parameter that multiplies.
+    """Operations of forward and backward for one token, for equal time.
 
-    Attention adds 12 * heads * head size * tokens to a block that has it, experts count as often as a token chooses
-    one, a lookup in the embedding counts nothing, and the head, which dominates small models with large
-    vocabularies, counts in full together with its softmax. What reads images counts as if each token were a patch.
+    Experts count as often as a token chooses one. A lookup in the embedding counts nothing. The head dominates small
+    models with large vocabularies. What reads images counts as if each token were a patch.
     """
     text = model.config.get_text_config()
     # A config may give no number of heads, or none for all blocks.
-    attention = 12.0 * (attention_width(text) or first_number(text, HIDDEN_SIZES)) * sequence_length
+    width = attention_width(text) or first_number(text, HIDDEN_SIZES)
+    attention = _FLOPS_OF_SCORE * width * sequence_length
     head = _numel(model.get_output_embeddings())
     return Costs(
         blocks=tuple(
-            6.0 * num_active(parameters_of(block).items(), text) + (attention if _has_attention(block) else 0.0)
+            _FLOPS_OF_WEIGHT * num_active(parameters_of(block).items(), text)
+            + (attention if _has_attention(block) else 0.0)
             for block in blocks
         ),
-        prologue=6.0 * count_of_images(model),
-        epilogue=6.0 * head + 10.0 * text.vocab_size,
+        prologue=_FLOPS_OF_WEIGHT * num_image_parameters(model),
+        epilogue=_FLOPS_OF_WEIGHT * head + _FLOPS_OF_LOGIT * text.vocab_size,
     )
 
 
-def count_of_images(model: PreTrainedModel) -> int:
+def num_image_parameters(model: PreTrainedModel) -> int:
     """Count the parameters of tower and projector; 0 in a run without images, which never runs them."""
     if not reads_images(model):
         return 0
@@ -70,8 +78,23 @@ def count_of_images(model: PreTrainedModel) -> int:
 
 
 def parameters_of(block: Block) -> dict[str, nn.Parameter]:
-    """The parameters of a block, by a name within it; shared ones once."""
+    """Give the parameters of a block by their names in it; a part has each of its own once."""
     return {f"{part}.{name}": p for part, module in enumerate(block) for name, p in module.named_parameters()}
+
+
+def kind_of_block(block: Block) -> str:
+    """Equal for blocks that cost the same: same modules, same shapes, same plain settings."""
+    modules = [
+        (
+            name,
+            type(module),
+            sorted((key, value) for key, value in vars(module).items() if isinstance(value, (str, bool))),
+        )
+        for part in block
+        for name, module in part.named_modules()
+    ]
+    shapes = [(name, tuple(p.shape), p.requires_grad) for part in block for name, p in part.named_parameters()]
+    return repr((modules, shapes))
 
 
 def _numel(module: nn.Module | None) -> int:

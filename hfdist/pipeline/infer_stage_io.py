@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -21,10 +22,11 @@ from hfdist.errors import PartitionError
 from hfdist.models.embeddings import has_token_loss, input_embeddings
 from hfdist.models.image_text import PROJECTOR, TOWER, image_example, names_of_parts, reads_images
 from hfdist.models.probing import kind_of_name, unused_parameters
+from hfdist.pipeline.channel import P2PChannel
 from hfdist.pipeline.planned import PlannedChannel, PlannedPipeline
 from hfdist.pipeline.probe import ProbeResult, probe
 from hfdist.pipeline.split import SplitModel
-from hfdist.pipeline.stage_io import CARRIES, Carry, P2PChannel
+from hfdist.pipeline.stage_io import CARRIES, Carry
 from hfdist.topology import Topology
 
 _PROBE_SEQUENCES = 2
@@ -32,13 +34,21 @@ _PROBE_TOKENS = 16
 """Tokens of each sequence with which stages are tried."""
 
 
+class SharedParameters(NamedTuple):
+    """Parameters that several ranks of a pipeline hold, such as a tied head and its embedding."""
+
+    group: dist.ProcessGroup
+    """The ranks that hold them."""
+    names: tuple[str, ...]
+
+
 @dataclass(frozen=True)
 class StageIO:
     """What travels between stages, and what several ranks hold; agreed on by all ranks."""
 
     carry: Carry
-    shared: tuple[tuple[dist.ProcessGroup, tuple[str, ...]], ...]
-    """Parameters that several ranks hold, such as a tied head and its embedding: the ranks, and the names."""
+    shared: tuple[SharedParameters, ...]
+    """Parameters of this rank that others hold, too."""
     counted_elsewhere: frozenset[str]
     """Parameters that an earlier rank counts in the norm."""
 
@@ -136,14 +146,14 @@ def _share_unused(split: SplitModel, unneeded: dict[str, torch.Tensor], group: d
     of_ranks = gather_json([num_held, sorted(split.surrounding()), freed], group)
     held = {name for _, names, _ in of_ranks for name in names}
     counts = {name: count for *_, of_rank in of_ranks for name, count in of_rank.items() if name not in held}
-    loads, own = [load for load, *_ in of_ranks], []
+    loads, held_here = [load for load, *_ in of_ranks], []
     for name in sorted(counts, key=lambda name: (-counts[name], name)):
         holders = [rank for rank, (*_, of_rank) in enumerate(of_ranks) if name in of_rank]
         holder = min(holders, key=lambda rank: (loads[rank], rank))
         loads[holder] += counts[name]
         if holder == group.rank():
-            own.append(name)
-    return own
+            held_here.append(name)
+    return held_here
 
 
 def _difference(before: ProbeResult, after: ProbeResult) -> str | None:
@@ -157,6 +167,7 @@ def _difference(before: ProbeResult, after: ProbeResult) -> str | None:
 def _find_carry(
     split: SplitModel, batch: dict[str, torch.Tensor], channel: P2PChannel, group: dist.ProcessGroup
 ) -> tuple[Carry, ProbeResult]:
+    """Find the first of `CARRIES` with which the stages of all ranks work, and what this rank saw then."""
     problems = []
     for carry in CARRIES:
         if carry.embedding:
@@ -212,8 +223,9 @@ _Holders = list[dict[str, list[int]]]
 
 
 def _find_holders(split: SplitModel, topology: Topology) -> _Holders:
-    own = [name for name, parameter in split.model.named_parameters() if parameter.requires_grad]
-    names_of_rank = gather_json(own)
+    """Ask all ranks what they train. A collective."""
+    trained = [name for name, parameter in split.model.named_parameters() if parameter.requires_grad]
+    names_of_rank = gather_json(trained)
     found = []
     for pipeline in topology.pipelines:
         holders: dict[str, list[int]] = defaultdict(list)
@@ -236,19 +248,22 @@ def _planned_holders(split: SplitModel, rank_of_stage: tuple[int, ...], topology
 
 def _group_holders(
     holders_of_pipelines: _Holders, topology: Topology
-) -> tuple[tuple[tuple[dist.ProcessGroup, tuple[str, ...]], ...], frozenset[str]]:
-    """Every rank makes every group, in the same order, as torch asks."""
-    groups = []
+) -> tuple[tuple[SharedParameters, ...], frozenset[str]]:
+    """Give what this rank shares, and of that what an earlier rank counts in the norm. A collective.
+
+    Every rank makes every group, in the same order, as torch asks.
+    """
+    shared = []
     counted_elsewhere: set[str] = set()
     for holders in holders_of_pipelines:
         for sharing in sorted({tuple(held) for held in holders.values() if len(held) > 1}):
             names = tuple(name for name, held in holders.items() if tuple(held) == sharing)
             group = dist.new_group(list(sharing))
             if topology.rank in sharing:
-                groups.append((group, names))
+                shared.append(SharedParameters(group, names))
                 if topology.rank != sharing[0]:
                     counted_elsewhere |= set(names)
-    return tuple(groups), frozenset(counted_elsewhere)
+    return tuple(shared), frozenset(counted_elsewhere)
 
 
 @contextmanager
@@ -259,5 +274,7 @@ def _portable_attention(model: PreTrainedModel) -> Iterator[None]:
         yield
         return
     model.set_attn_implementation("eager")
-    yield
-    model.set_attn_implementation(chosen)
+    try:
+        yield
+    finally:
+        model.set_attn_implementation(chosen)

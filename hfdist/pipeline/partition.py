@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -27,6 +28,14 @@ _RESOLUTION = 2**29
 """Costs become integers with about this sum: sums are exact, so all processes find the same, and squares fit int64."""
 
 _Ints = npt.NDArray[np.int64]
+
+
+class _Bounds(NamedTuple):
+    """The first block of each stage, and the end, with what is to be small."""
+
+    loads: tuple[int, ...]
+    """The largest load of a rank, and the sum of squares of all; then the same of stages."""
+    bounds: tuple[int, ...]
 
 
 def choose_stages(
@@ -162,20 +171,24 @@ def _even_ranks(bounds: _Ints, prefix: _Ints, extra: _Ints, rank_of_stage: tuple
     one = np.eye(num_stages + 1, dtype=np.int64)[1:-1]
     shifts = np.concatenate([0 * one[:1], one, -one])
 
-    def rate(options: _Ints) -> list[tuple[tuple[int, ...], tuple[int, ...]]]:
-        """Give the best of several bounds, by the loads of ranks and then by those of stages."""
+    def find_best(options: _Ints) -> _Bounds | None:
+        """Give the best of several bounds; None: in each of them a stage is empty."""
         options = options[(np.diff(options) > 0).all(axis=1)]
         if not len(options):
-            return []
+            return None
         stages = np.diff(prefix[options]) + extra
         ranks = stages @ runs_on
         keys = (ranks.max(1), (ranks**2).sum(1), stages.max(1), (stages**2).sum(1))
         first = np.lexsort(keys[::-1])[0]
-        return [(tuple(int(key[first]) for key in keys), tuple(options[first].tolist()))]
+        return _Bounds(tuple(int(key[first]) for key in keys), tuple(options[first].tolist()))
 
-    best = rate(bounds[None])[0]
+    best = find_best(bounds[None])
+    assert best is not None  # no stage is empty to begin with
     while True:
-        found = min(option for shift in shifts for option in [best, *rate(np.array(best[1]) + shift + moves)])
-        if found[0] == best[0]:
-            return best[1]
+        found = best
+        for shift in shifts:
+            moved = find_best(np.array(best.bounds) + shift + moves)
+            found = found if moved is None else min(found, moved)
+        if found.loads == best.loads:
+            return best.bounds
         best = found

@@ -11,10 +11,11 @@ from transformers import PreTrainedModel
 
 from hfdist.config.strategy import Schedule
 from hfdist.models.image_text import ImageBatch, image_example
+from hfdist.pipeline.channel import P2PChannel
 from hfdist.pipeline.instructions import FORWARDS, list_instructions, receive_early
 from hfdist.pipeline.runtime import Runtime
 from hfdist.pipeline.stage import Batch, Microbatch, Stage, Step, Value, call_on
-from hfdist.pipeline.stage_io import Header, P2PChannel, unpack
+from hfdist.pipeline.stage_io import Header, unpack
 from hfdist.pipeline.stage_module import StageModule, preserve_state
 from hfdist.pipeline.timeline import Recorder
 from hfdist.pipeline.whole_model import make_whole

@@ -10,7 +10,8 @@ from dataclasses import dataclass, replace
 import torch
 import torch.distributed as dist
 
-from hfdist.pipeline.stage_io import Activations, Header, P2PChannel, TensorMeta
+from hfdist.pipeline.channel import P2PChannel
+from hfdist.pipeline.stage_io import Activations, Header, TensorMeta
 from hfdist.pipeline.timeline import Recorder
 
 

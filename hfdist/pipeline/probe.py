@@ -16,8 +16,9 @@ from transformers import PreTrainedModel
 from hfdist.collectives import is_planned
 from hfdist.errors import HfdistError, named_line
 from hfdist.models.value_head import is_of_value_head
+from hfdist.pipeline.channel import P2PChannel
 from hfdist.pipeline.split import SplitModel
-from hfdist.pipeline.stage_io import Activations, Carry, P2PChannel, tensors_of, unpack
+from hfdist.pipeline.stage_io import Activations, Carry, tensors_of, unpack
 from hfdist.pipeline.stage_module import StageModule, preserve_state
 
 _OUTPUTS = ("loss", "logits", "last_hidden_state")

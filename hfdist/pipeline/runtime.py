@@ -7,14 +7,14 @@ wrappers and checks, which on the critical path makes steps 3 to 10 % longer tha
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, assert_never
 
 import torch
 import torch.distributed as dist
 
+from hfdist.pipeline.channel import P2PChannel
 from hfdist.pipeline.instructions import Instruction, Operation
 from hfdist.pipeline.stage import Stage, Tensors
-from hfdist.pipeline.stage_io import P2PChannel
 from hfdist.pipeline.timeline import Action, Recorder
 
 
@@ -37,6 +37,7 @@ class Runtime:
         self._stages = stages
         self._channel = channel
         self._recorder = recorder
+        # What a stage gives lies here under the stage that takes it, until that runs, or until it is sent.
         self._inputs: _Inbox = {}
         self._gradients: _Inbox = {}
         self._losses: dict[int, torch.Tensor] = {}
@@ -64,6 +65,8 @@ class Runtime:
                 case Operation.receive_output_gradient:
                     empty = stage.empty_output_gradients(microbatch)
                     self._gradients[index, microbatch] = self._receive(empty, index + 1)
+                case _:
+                    assert_never(operation)
         self._channel.flush()
         return [self._losses[microbatch] for microbatch in sorted(self._losses)]
 

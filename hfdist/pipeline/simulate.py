@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -56,35 +57,32 @@ def simulate(
         sender_waits: whether a rank can do nothing else while it sends.
     """
     ranks = rank_of_stage(schedule, len(seconds), len(seconds[0]))
-    rest = [iter(own) for own in seconds]
-    of_stage = [next(rest[rank]) for rank in ranks]
-    left = [iter(own) for own in computations(schedule, ranks, num_microbatches)]
-    waiting = [next(own, None) for own in left]
+    stages_of_rank = [iter(stages) for stages in seconds]
+    of_stage = [next(stages_of_rank[rank]) for rank in ranks]
+    left = [deque(instructions) for instructions in computations(schedule, ranks, num_microbatches)]
     free = [0.0] * len(seconds)
     done: dict[tuple[bool, int, int], float] = {}
     last = len(ranks) - 1
 
-    while any(one is not None for one in waiting):
-        moved = False
-        for rank, one in enumerate(waiting):
-            while one is not None:
-                is_forward, is_told = one.operation is Operation.forward, one.operation is not Operation.backward_weight
-                step = 1 if is_forward else -1
-                source, target = one.stage - step, one.stage + step
+    while num_left := sum(map(len, left)):
+        for rank, instructions in enumerate(left):
+            while instructions:
+                operation, stage, microbatch = instructions[0]
+                is_forward, passes_on = operation is Operation.forward, operation is not Operation.backward_weight
+                source, target = (stage - 1, stage + 1) if is_forward else (stage + 1, stage - 1)
                 begin = free[rank]
-                if is_told and 0 <= source <= last:
-                    ready = done.get((is_forward, source, one.microbatch))
+                if passes_on and 0 <= source <= last:
+                    ready = done.get((is_forward, source, microbatch))
                     if ready is None:
                         break
                     begin = max(begin, ready + (message_seconds if ranks[source] != rank else 0.0))
-                lasts = of_stage[one.stage].of(one.operation, is_first=one.stage == 0, splits_backward=splits_backward)
+                instructions.popleft()
+                lasts = of_stage[stage].of(operation, is_first=stage == 0, splits_backward=splits_backward)
                 free[rank] = begin + lasts
-                if is_told:
-                    done[is_forward, one.stage, one.microbatch] = free[rank]
+                if passes_on:
+                    done[is_forward, stage, microbatch] = free[rank]
                     if sender_waits and 0 <= target <= last and ranks[target] != rank:
                         free[rank] += message_seconds
-                one, moved = next(left[rank], None), True
-            waiting[rank] = one
-        if not moved:
+        if sum(map(len, left)) == num_left:
             raise ValueError(f"the {schedule.value} schedule waits for itself")
     return max(free)

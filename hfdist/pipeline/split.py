@@ -41,8 +41,8 @@ class SplitModel:
     """Name of the input embedding's weight, also where a tied head gives it another first name."""
     removed: dict[str, Removed] = field(default_factory=dict)
     """Parameters outside the blocks that this rank does not hold, by name."""
-    kept: dict[tuple[torch.dtype, bool], nn.Parameter] = field(default_factory=dict)
-    """One of each type and of each side (trained or frozen) among the blocks, as they were when the model was split."""
+    samples: dict[tuple[torch.dtype, bool], nn.Parameter] = field(default_factory=dict)
+    """A parameter of the blocks for each type and side (trained or frozen) that there was when the model was split."""
 
     @property
     def has_first(self) -> bool:
@@ -71,7 +71,7 @@ class SplitModel:
     def type_of(self, removed: Removed) -> torch.dtype:
         """The type that a removed parameter would have by now: models are converted once they are split."""
         ways = [(removed.dtype, removed.requires_grad), (removed.dtype, not removed.requires_grad)]
-        return next((self.kept[way].dtype for way in ways if way in self.kept), removed.dtype)
+        return next((self.samples[way].dtype for way in ways if way in self.samples), removed.dtype)
 
     def surrounding(self) -> dict[str, nn.Parameter]:
         """Parameters outside the blocks that this rank holds, by name; tied ones once."""
@@ -120,7 +120,7 @@ def split_at_blocks(
     embedding, head = (_weight_name(model, m) for m in (input_embeddings(model), model.get_output_embeddings()))
     split = SplitModel(model, blocks, stages, tuple(mine), embedding)
     for parameter in (p for block in own for part in block for p in part.parameters()):
-        split.kept.setdefault((parameter.dtype, parameter.requires_grad), parameter)
+        split.samples.setdefault((parameter.dtype, parameter.requires_grad), parameter)
     is_tied = embedding is not None and head is not None and model.get_parameter(embedding) is model.get_parameter(head)
     if embedding is not None and not (split.has_first or (is_tied and split.has_last)):
         split.remove([embedding])

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -42,6 +42,20 @@ class Event(NamedTuple):
     stop_seconds: float
 
 
+_Mark = float | torch.cuda.Event
+"""A time by the clock, or on a GPU an event of its stream."""
+
+
+class _Span(NamedTuple):
+    """One action of this rank."""
+
+    stage: int
+    action: Action
+    microbatch: int
+    start: _Mark
+    stop: _Mark
+
+
 class Recorder:
     """One rank's events of one step. It records between `start()` and `stop()`, and costs next to nothing otherwise.
 
@@ -65,8 +79,8 @@ class Recorder:
         self._rank = rank
         self._device = device
         self._is_recording = False
-        self._zero: Any = None
-        self._spans: list[tuple[int, Action, int, object, object]] = []
+        self._zero: _Mark = 0.0
+        self._spans: list[_Span] = []
 
     def start(self) -> None:
         """Forget earlier events and set the zero. Call it on all ranks, just after a barrier."""
@@ -114,17 +128,21 @@ class Recorder:
     def _measure(self, action: Action, stage: int, microbatch: int) -> Iterator[None]:
         start = self._mark()
         yield
-        self._spans.append((stage, action, microbatch, start, self._mark()))
+        self._spans.append(_Span(stage, action, microbatch, start, self._mark()))
 
-    def _mark(self) -> object:
+    def _mark(self) -> _Mark:
         if self._device.type != "cuda":
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
         event.record(torch.cuda.current_stream(self._device))
         return event
 
-    def _seconds_at(self, mark: object) -> float:
-        return self._zero.elapsed_time(mark) / 1e3 if self._device.type == "cuda" else mark - self._zero
+    def _seconds_at(self, mark: _Mark) -> float:
+        if isinstance(mark, float):
+            assert isinstance(self._zero, float)
+            return mark - self._zero
+        assert isinstance(self._zero, torch.cuda.Event)
+        return float(self._zero.elapsed_time(mark)) / 1e3
 
     def _synchronize(self) -> None:
         if self._device.type == "cuda":

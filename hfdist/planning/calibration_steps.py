@@ -6,6 +6,8 @@ import subprocess
 import tempfile
 
 from hfdist.config.cli.about_run import LineAboutRun
+from hfdist.config.islands import IslandsConfig
+from hfdist.config.plain_values import override_value, plain
 from hfdist.errors import ResourceError
 from hfdist.processes.child_python import module
 
@@ -32,22 +34,28 @@ _STEPS = (
     "evaluate.export=last",
     "evaluate.lm_eval=[]",
     "evaluate.lm_eval_include=null",
+    "report.alerts=false",
+    "report.alert_command=null",
     "report.to=[]",
     "report.progress=false",
     "report.plot=false",
     "report.plan=true",
     "report.sample_tokens=0",
     "export.push_to=null",
+    *(f"islands.{key}={override_value(value)}" for key, value in plain(IslandsConfig()).items()),
 )
-"""Seven steps, of which two also warm up. What needs saves, evaluations or more steps is off."""
+"""Seven steps, of which two also warm up. What needs saves, evaluations or more steps is off.
+
+So is what others would see: no island joins a training that there may be, and nobody is alerted.
+"""
 
 
 def run_steps(line: LineAboutRun, processes: int) -> None:
     """Run `_STEPS`, which later plans learn from; ResourceError: they failed."""
     with tempfile.TemporaryDirectory(prefix="hfdist-plan-") as folder:
-        own = (*_STEPS, f"run.dir={folder}", f"launch.processes={processes}")
-        command = module("hfdist", line.recipe, *line.recipe_arguments, *own)
-        ended = subprocess.run(command, capture_output=True, text=True, check=False)
+        overrides = (*_STEPS, f"run.dir={folder}", f"launch.processes={processes}")
+        command = module("hfdist", line.recipe, *line.recipe_arguments, *overrides)
+        ended = subprocess.run(command, capture_output=True, text=True, errors="replace", check=False)
     if ended.returncode != 0:
         what = "the steps that were to calibrate the plan have failed"
         found = tuple(ended.stderr.strip().splitlines()[-6:])

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import fields
 
 from hfdist.planning.costs import AxisTraffic
 from hfdist.planning.island_traffic import IslandTraffic
 from hfdist.planning.plan import Plan
 from hfdist.strategies.step_memory import MemoryUse
-from hfdist.units import count, duration, energy, money, share, short, size
-
-_SECONDS_PER_HOUR = 3600
+from hfdist.units import SECONDS_PER_HOUR, count, duration, energy, money, share, short, size
 
 
 def describe_plan(plan: Plan) -> str:
@@ -31,8 +29,7 @@ def describe_plan(plan: Plan) -> str:
     if plan.traffic:
         lines += ["", "what a rank sends in a step", *_table(_traffic_rows(plan))]
     if plan.islands is not None:
-        lines += ["", _between(plan.islands)]
-        lines += _table(_island_rows(plan.islands))
+        lines += ["", _head_of_islands(plan.islands), *_table(_island_rows(plan.islands))]
     lines += ["", *_table(_run_rows(plan))]
     return "\n".join(line.rstrip() for line in lines)
 
@@ -50,11 +47,11 @@ def describe_shortly(plan: Plan) -> str:
     """Describe memory and time of a plan for the start of its run."""
     parts = ", ".join(f"{name} {size(value)}" for name, value in uses(plan.memory.use) if value > 0)
     low, high = size(plan.memory.low_bytes), size(plan.memory.high_bytes)
-    between = "" if low == high else f" ({low} to {high})"
-    in_all = "" if plan.hours is None else f", {duration(plan.hours * _SECONDS_PER_HOUR)} in all"
+    memory_range = "" if low == high else f" ({low} to {high})"
+    in_all = "" if plan.hours is None else f", {duration(plan.hours * SECONDS_PER_HOUR)} in all"
     in_all += "" if plan.hours is None or plan.cost is None else f" for {money(plan.cost, plan.currency)}"
     return (
-        f"{size(plan.memory.use.total)} on rank {plan.memory.rank}{between}: {parts}; "
+        f"{size(plan.memory.use.total)} on rank {plan.memory.rank}{memory_range}: {parts}; "
         f"{duration(plan.time.seconds)} a step{in_all}"
     )
 
@@ -69,7 +66,7 @@ def describe_whole_run(plan: Plan) -> str:
     hours = plan.hours
     if hours is None or plan.max_steps is None:
         return "its steps are counted by its data: not known here"
-    parts = [f"{plan.max_steps:,} steps", duration(hours * _SECONDS_PER_HOUR)]
+    parts = [f"{plan.max_steps:,} steps", duration(hours * SECONDS_PER_HOUR)]
     parts += [] if plan.cost is None else [money(plan.cost, plan.currency)]
     parts += [] if plan.kwh is None else [energy(plan.kwh)]
     return ", ".join(parts)
@@ -104,12 +101,11 @@ def _traffic_rows(plan: Plan) -> Iterator[tuple[str, str, str]]:
     for axis in dict.fromkeys(one.axis for one in plan.traffic):
         own = [one for one in plan.traffic if one.axis == axis]
         exposed = plan.time.exposed.get(axis, 0.0)
-        waits = f"{share(exposed / plan.time.seconds)} of the step waits for it"
-        seen = waits if exposed > 0 else "no one waits for it"
-        yield axis, size(sum(one.sent_bytes for one in own)), f"{_where(own)}; {seen}"
+        waiting = f"{share(exposed / plan.time.seconds)} of the step waits" if exposed > 0 else "no one waits"
+        yield axis, size(sum(one.sent_bytes for one in own)), f"{_where(own)}; {waiting} for it"
 
 
-def _between(islands: IslandTraffic) -> str:
+def _head_of_islands(islands: IslandTraffic) -> str:
     server, period = "", f"a round of {count(islands.steps, 'step')}"
     if islands.server_taken_bytes:
         server, period = " and their server", "a step"
@@ -147,7 +143,7 @@ def _run_rows(plan: Plan) -> Iterator[tuple[str, str, str]]:
         yield "try", plan.advice, ""
 
 
-def _table(rows: Iterator[tuple[str, str, str]] | list[tuple[str, str, str]]) -> Iterator[str]:
+def _table(rows: Iterable[tuple[str, str, str]]) -> Iterator[str]:
     """Align three columns: a name, a value and a note."""
     listed = list(rows)
     first = max(len(name) for name, _, _ in listed)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import platform
 from contextlib import suppress
 from dataclasses import asdict, replace
@@ -18,6 +17,7 @@ from hfdist.config.data import cache_dir
 from hfdist.config.hardware import Hardware, Tflops
 from hfdist.config.plan import PlanConfig
 from hfdist.config.run import RunConfig
+from hfdist.host_cores import usable_cores
 from hfdist.host_memory import usable_bytes
 from hfdist.planning.searching.evaluate import Machines
 from hfdist.planning.timing.calibration import calibrate, read_steps
@@ -33,8 +33,6 @@ _MORE_IN_A_RUN = 96 * 2**20
 _RUNTIME_OF_GPU = 1.2 * _GIB
 """Bytes of context, kernels and workspaces of CUDA, and of NCCL's buffers. Not measured by hfdist."""
 
-__all__ = ["STEPS", "Machines", "find_machines"]
-
 
 def find_machines(config: RunConfig, asked: PlanConfig, hardware: Hardware | None, processes: int) -> Machines:
     """Find the device and the memory of each process: as asked, as the hardware has them, or as they are free here.
@@ -48,7 +46,7 @@ def find_machines(config: RunConfig, asked: PlanConfig, hardware: Hardware | Non
     per_machine = asked.per_machine
     if hardware is None and asked.hardware is None and torch.cuda.is_available():
         hardware = find_hardware()
-    found = measured_cpu(cache_dir(config.data), per_machine or processes) if hardware is None else hardware
+    found = measure_cpu_once(cache_dir(config.data), per_machine or processes) if hardware is None else hardware
     if per_machine is not None:
         found = replace(found, devices_per_machine=per_machine)
     runtime = psutil.Process().memory_info().rss + _MORE_IN_A_RUN if found.is_cpu else _RUNTIME_OF_GPU
@@ -66,9 +64,10 @@ def find_machines(config: RunConfig, asked: PlanConfig, hardware: Hardware | Non
     )
 
 
-def measured_cpu(folder: Path, processes: int) -> Hardware:
+def measure_cpu_once(folder: Path, processes: int) -> Hardware:
     """Measure the CPU as `processes` processes share it, once: past runs were timed against the same figures."""
-    words = f"{platform.node()} {os.cpu_count()} {processes} {torch.__version__}"
+    # A job or a container may have other cores of the same machine.
+    words = f"{platform.node()} {usable_cores()} {processes} {torch.__version__}"
     path = folder / f"cpu-{hashlib.blake2b(words.encode(), digest_size=8).hexdigest()}.json"
     with suppress(OSError, ValueError, TypeError, KeyError):
         values = json.loads(path.read_bytes())

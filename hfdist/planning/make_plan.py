@@ -33,7 +33,7 @@ from hfdist.models.flops import ModelSize, flops_per_token, measure_size
 from hfdist.models.loss.distillation import top_bytes
 from hfdist.models.partitioning import Partitioning
 from hfdist.models.resolve import resolve_model
-from hfdist.models.tokenizer import load_tokenizer
+from hfdist.models.tokenizer import load_pretrained_tokenizer
 from hfdist.models.trainable import TrainableParameters
 from hfdist.optim.registry import stepped_whole
 from hfdist.pipeline.partition import choose_stages
@@ -72,7 +72,7 @@ def find_planned_architecture(config: RunConfig, device_type: str = "cpu") -> Pr
     model = resolve_model(model, cache_dir=folder).model
     architecture = find_architecture(model, sequence_length=config.data.sequence_length)
     if model.tokenizer.name is not None:
-        tokenizer = load_tokenizer(model, corpus_id="", texts=lambda _: (), cache_dir=folder)
+        tokenizer = load_pretrained_tokenizer(model, cache_dir=folder)
         fit_vocabulary(architecture, tokenizer, model)
     elif takes_size:
         # One that is trained has at most so many tokens.

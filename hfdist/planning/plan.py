@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass, field
 
 from hfdist.planning.costs import AxisTraffic, PeakMemory, StepTime
 from hfdist.planning.island_traffic import IslandTraffic
+from hfdist.units import SECONDS_PER_HOUR
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,7 +61,7 @@ class Plan:
     @property
     def hours(self) -> float | None:
         """Hours of the whole run."""
-        return None if self.max_steps is None else self.max_steps * self.time.seconds / 3600
+        return None if self.max_steps is None else self.max_steps * self.time.seconds / SECONDS_PER_HOUR
 
     def to_json(self) -> dict[str, object]:
         """Give what plan.json holds."""

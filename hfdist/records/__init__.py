@@ -4,7 +4,8 @@ Loads no torch, so that a tool may read them anywhere.
 """
 
 from hfdist.records.events import Event, add_event
-from hfdist.records.lines import RankColumn, read_lines
+from hfdist.records.lines import read_lines
+from hfdist.records.rank_lines import RankColumn
 from hfdist.records.recorder import RunRecorder
 from hfdist.records.run_end import record_ranks, recording_end
 from hfdist.records.run_file import RunRecord, State, read_run

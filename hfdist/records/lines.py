@@ -8,7 +8,6 @@ import os
 import shutil
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
-from enum import Enum
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -41,8 +40,11 @@ def add_line(file: TextIO, content: Mapping[str, object]) -> None:
 def append_line(path: Path, content: Mapping[str, object]) -> None:
     """Add a line to a file that is not open, after one that a kill or a full disk may have cut off."""
     with reporting_full_disk(path), path.open("ab+") as file:
-        is_cut = file.seek(0, os.SEEK_END) > 0 and file.seek(-1, os.SEEK_END) >= 0 and file.read(1) != b"\n"
-        file.write(("\n" * is_cut + _to_line(content)).encode())
+        if file.seek(0, os.SEEK_END) > 0:
+            file.seek(-1, os.SEEK_END)
+            if file.read(1) != b"\n":
+                file.write(b"\n")
+        file.write(_to_line(content).encode())
 
 
 def write_lines(path: Path, contents: Iterable[Mapping[str, object]]) -> None:
@@ -120,25 +122,3 @@ def reporting_full_disk(path: Path) -> Iterator[None]:
             found += f"; {shutil.disk_usage(path.parent).free:,} bytes free"
         hint = "free space, or another disk for run.dir"
         raise ResourceError("a line cannot be written", where=str(path), found=found, hint=hint) from error
-
-
-QUANTILES, HIGHEST = "quantiles", "highest"
-"""Keys of a line of ranks.jsonl with many ranks: by column, the lowest, 10 %, median, 90 % and highest figure; and the
-highest figures by rank."""
-STEPS = "steps"
-"""Key of a line of ranks.jsonl with many ranks, where all of them stand in it: number of steps that it is of."""
-
-
-class RankColumn(Enum):
-    """The columns of ranks.jsonl. Seconds are means of a step since the last line; null: not known."""
-
-    step_seconds = "step_seconds"
-    """Without evaluations and saves."""
-    data_seconds = "data_seconds"
-    """Seconds in the loader."""
-    compute_seconds = "compute_seconds"
-    """Busy, or ready to run without a CPU core; null on a GPU."""
-    wait_seconds = "wait_seconds"
-    """Blocked, as a rank is that waits for others; null on a GPU."""
-    peak_bytes = "peak_bytes"
-    """The most memory since the last line: allocated on a GPU, or resident on the host."""

@@ -75,9 +75,9 @@ class RunFolder:
 
     def is_record(self, name: str) -> bool:
         """Whether a place in the folder is one that `records` may give."""
-        folder, _, own = name.rpartition("/")
+        folder, _, file_name = name.rpartition("/")
         if folder == self.ledger.name:
-            return _LEDGER_FILE.fullmatch(own) is not None
+            return _LEDGER_FILE.fullmatch(file_name) is not None
         return name in {path.name for path in (self.record, self.events, *self.step_lines)}
 
 

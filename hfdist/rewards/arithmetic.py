@@ -73,14 +73,15 @@ def final_answer(text: str) -> Answer | None:
     text = _FRACTION.sub(r"\1\2/\3\4", _MIXED.sub(" ", text))
     boxed = _last_box(text)
     if boxed is not None:
-        return _first_number(_MARKER.split(boxed)[-1])
+        return _number(_NUMBER.search(_MARKER.split(boxed)[-1]))
     _, hashes, after = text.rpartition("####")
     if hashes:
-        return _first_number(after)
+        return _number(_NUMBER.search(after))
     *before, after = _MARKER.split(text)
-    if before and (answer := _first_number(after)):
+    if before and (answer := _number(_NUMBER.search(after))):
         return answer
-    return _number(list(_NUMBER.finditer(text))[-1:])
+    numbers = list(_NUMBER.finditer(text))
+    return _number(numbers[-1]) if numbers else None
 
 
 def _last_box(text: str) -> str | None:
@@ -94,16 +95,10 @@ def _last_box(text: str) -> str | None:
     return None
 
 
-def _first_number(text: str) -> Answer | None:
-    found = _NUMBER.search(text)
-    return _number([found] if found else [])
-
-
-def _number(found: list[re.Match[str]]) -> Answer | None:
-    """Give the number of the match in `found`; None: there is none, it is too long, or it divides by zero."""
-    if not found or len(found[0][0]) > _LONGEST:
+def _number(match: re.Match[str] | None) -> Answer | None:
+    """Give the number of a match; None: there is no match, or it is too long, or it divides by zero."""
+    if match is None or len(match[0]) > _LONGEST:
         return None
-    [match] = found
     bottom = Fraction((match["bottom"] or "1").replace(",", ""))
     if bottom == 0:
         return None

@@ -43,20 +43,14 @@ class Reward:
         Raises:
             DataError: the function raises, or gives something else.
         """
+        where, allowed = f"reward {self.name}", f"one finite number for each generation: {len(generations)}"
         try:
             scores = self.score(generations)
-            try:
-                given = iter(scores)
-            except TypeError:
-                given = None
-            # A generator computes its scores only now.
-            values: list[Any] | None = None if given is None else list(given)
+            values = _listed(scores)
         except HfdistError:
             raise
         except Exception as error:  # whatever a package raises
-            what = f"the reward fails: {named_line(error)}"
-            raise DataError(what, where=f"reward {self.name}") from error
-        where, allowed = f"reward {self.name}", f"one finite number for each generation: {len(generations)}"
+            raise DataError(f"the reward fails: {named_line(error)}", where=where) from error
         if values is None:
             found = type(scores).__name__
             raise DataError("the reward gives no list", where=where, found=found, allowed=allowed)
@@ -72,6 +66,15 @@ class Reward:
                 raise DataError(what, where=where, found=f"{value!r:.200}", allowed=allowed)
             checked.append(score)
         return checked
+
+
+def _listed(scores: Any) -> list[Any] | None:
+    """Give scores as a list; None: they are none. A generator computes its scores only now."""
+    try:
+        given = iter(scores)
+    except TypeError:
+        return None
+    return list(given)
 
 
 def read_steps(value: object, num_characters: int) -> Steps | None:

@@ -8,15 +8,15 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from transformers import TrainerCallback, TrainerControl, TrainerState
+from transformers import TrainerControl, TrainerState
 
 from hfdist.config.checks.budgets import BUDGETS, describe, find_limits, to_iso, used_up
 from hfdist.config.run import RunConfig
 from hfdist.errors import ConfigError
 from hfdist.records import Event, RunFolder, RunRecord, RunRecorder, read_lines
 from hfdist.records.lines import Line
+from hfdist.run.callbacks.line_reader import LineReader
 from hfdist.run.usage import Usage
 from hfdist.trainer.fault_tolerance.rank_flags import stop_after_step
 
@@ -91,7 +91,7 @@ def find_reached(
     return None
 
 
-class Budget(TrainerCallback):
+class Budget(LineReader):
     """Stops a run at the first of its limits. A `RankFlag`; all ranks have it, and rank 0 decides.
 
     Args:
@@ -197,10 +197,9 @@ class Budget(TrainerCallback):
             self._begin_seconds += seconds
         return seconds
 
-    def on_log(self, args: object, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def read_line(self, line: Mapping[str, float], state: TrainerState) -> None:
         """Note how long a save took, on rank 0."""
-        logs: dict[str, float] = kwargs.get("logs") or {}
-        seconds = logs.get("checkpoint/seconds")
+        seconds = line.get("checkpoint/seconds")
         if seconds is not None:
             self._pace.saved(seconds)
             self._pace.is_saving = False

@@ -27,7 +27,7 @@ from hfdist.run.end_of_run import finish, stop
 from hfdist.run.images import make_example
 from hfdist.run.logs import set_up_logging
 from hfdist.run.model import check_packing, find_model, save_memory, speed_up
-from hfdist.run.options import make_options, own_optimizer, own_train
+from hfdist.run.options import make_options, optimizer_here, train_settings_here
 from hfdist.run.own_plan import begin_plan, naming_lack_of_memory
 from hfdist.run.parts import PARTS
 from hfdist.run.parts.part import Joins
@@ -72,7 +72,7 @@ class Run(RunState):
         for part in self.parts:
             part.check(config, self.topology)
         set_up_logging(self.topology)
-        self._train = own_train(config)
+        self._train = train_settings_here(config)
         self.strategy = select_strategy(
             config.strategy, self._train, topology=self.topology, batch=batch, device_type=device_type_here()
         )
@@ -196,7 +196,7 @@ class Run(RunState):
             processing_class=data.tokenizer,
             data_collator=default_data_collator if data.images is None else data.stream.stack_rows,
             callbacks=callbacks,
-            optimizer_cls_and_kwargs=own_optimizer(config, warmup_steps=int(arguments.warmup_steps)),
+            optimizer_cls_and_kwargs=optimizer_here(config, warmup_steps=int(arguments.warmup_steps)),
             options=make_options(self, list_processor_files(self._here.model)),
         )
         save_memory(config, model)

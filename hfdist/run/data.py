@@ -102,7 +102,8 @@ def build_data(config: RunConfig, topology: Topology, architecture: PreTrainedCo
     data_rank, data_size, run = topology.data_rank, topology.data, (islands.index, islands.shares)
     if islands.method is IslandMethod.parameter_server:
         # There are no rounds, at which lanes could be dealt: an island is some of the data ranks.
-        data_rank, data_size, run = data_rank * run[1] + run[0], data_size * run[1], (0, 1)
+        data_rank = data_rank * islands.shares + islands.index
+        data_size, run = data_size * islands.shares, (0, 1)
     stream = TokenStream(
         corpus,
         tokenizer,

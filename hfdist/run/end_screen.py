@@ -139,7 +139,7 @@ def _plan(end: Ending) -> str:
     forms = {PEAK: size, STEP: duration, "energy": energy, "cost": lambda value: money(value, currency)}
     names = {PEAK: "memory of a rank", STEP: "a step", "energy": "energy", "cost": "cost"}
     parts = [
-        f"{names.get(name, name)} {form(end.graded[name][1])} (planned: {form(end.graded[name][0])})"
+        f"{names[name]} {form(end.graded[name].measured)} (planned: {form(end.graded[name].planned)})"
         for name, form in forms.items()
         if name in end.graded
     ]

@@ -5,10 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import NamedTuple
 
 from hfdist.config.run import RunConfig
 from hfdist.data import PoolReport
 from hfdist.records import RunRecord
+
+
+class Graded(NamedTuple):
+    """A figure of the plan beside what was measured."""
+
+    planned: float
+    measured: float
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,8 +70,8 @@ class Ending:
     """How many documents were cut or left out, in words."""
     peak_bytes: Sequence[Mapping[str, float]] = ()
     """The most memory that each rank has used, by kind."""
-    graded: Mapping[str, tuple[float, float]] = field(default_factory=dict)
-    """What was planned, and what was measured, by the names of `planning.grade`."""
+    graded: Mapping[str, Graded] = field(default_factory=dict)
+    """Figures of the plan, by the names of `planning.grade`."""
     is_chat: bool = False
     """Whether it has learned turns of a chat, so that it is asked in its chat template."""
     sample_prompt: str | None = None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+from hfdist.config.data import ProblemType
 from hfdist.config.task import Head, TaskName
 from hfdist.models.heads import HEADS, IMAGE_TEXT, is_type
 from hfdist.run.ending import Ending
@@ -25,12 +26,31 @@ def describe_use(end: Ending) -> list[str]:
         return _ask_about_image(folder)
     reads_images = end.model_type not in HEADS[head].by_type and is_type(head, end.model_type)
     name = (IMAGE_TEXT if reads_images else HEADS[head]).auto.__name__
-    imports = [f"from transformers import {name}, AutoTokenizer"]
-    if end.config.adapter.is_used and not (end.folder / "config.json").is_file():
+    is_whole = not end.config.adapter.is_used or (end.folder / "config.json").is_file()
+    opens = _open_model(name, folder) if is_whole else _open_adapter(name, folder, end)
+    return [*opens, *(_generate(end) if head in (Head.tokens, Head.targets) else _score())]
+
+
+def _open_model(name: str, folder: str) -> list[str]:
+    return [
+        f"from transformers import {name}, AutoTokenizer",
+        f"model, tokenizer = (auto.from_pretrained({folder}) for auto in ({name}, AutoTokenizer))",
+    ]
+
+
+def _open_adapter(name: str, folder: str, end: Ending) -> list[str]:
+    """Open the base, whose config may say another number of labels, with the adapter."""
+    head, labels = end.config.task.name.traits.head, end.config.data.labels
+    number = 1 if labels.problem_type is ProblemType.regression else max(len(labels.names), 1)
+    given = f"{folder}, num_labels={number}" if head is Head.score or head.gives_labels else folder
+    imports = ["from transformers import AutoTokenizer"]
+    if name == IMAGE_TEXT.auto.__name__:
+        # PEFT has no class for these, and that of transformers opens adapters, too.
+        imports = [f"from transformers import {name}, AutoTokenizer"]
+    else:
         name = name.replace("AutoModel", "AutoPeftModel")
-        imports = ["from transformers import AutoTokenizer", f"from peft import {name}"]
-    load = f"model, tokenizer = (auto.from_pretrained({folder}) for auto in ({name}, AutoTokenizer))"
-    return [*imports, load, *(_generate(end) if head in (Head.tokens, Head.targets) else _score())]
+        imports.append(f"from peft import {name}")
+    return [*imports, f"model, tokenizer = {name}.from_pretrained({given}), AutoTokenizer.from_pretrained({folder})"]
 
 
 def _embed(folder: str) -> list[str]:

@@ -14,9 +14,8 @@ from hfdist.data.packing.packed_images import make_trial
 from hfdist.data.tokenization.image_tokens import ImageTokens
 from hfdist.errors import ConfigError
 from hfdist.models import find_architecture
-from hfdist.models.image_calls import module_of_each_image
 from hfdist.models.image_text import ImageBatch, feature_token, may_read_images
-from hfdist.models.packed_images import find_positions, why_rows_mix
+from hfdist.models.image_trials import find_positions, module_of_each_image, why_rows_mix
 from hfdist.models.processor import load_processor
 from hfdist.models.resolve import resolve_model
 

@@ -2,75 +2,102 @@
 
 from __future__ import annotations
 
-from typing import Any
-
+from torch.optim.lr_scheduler import LambdaLR
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from hfdist.config.optimizer import CHANGEABLE, OptimizerConfig
 from hfdist.errors import ConfigError
 from hfdist.optim.joined import Group
+from hfdist.optim.rates import set_rate
+from hfdist.optim.registry import settings_from_keys
 
-# A scheduler is Any here: DeepSpeed's is of another class than torch's.
+_SETTINGS = {"lr": "lr", "weight_decay": "weight_decay", "beta1": "betas", "beta2": "betas", "eps": "eps"}
+"""The setting of a group of parameters that each key gives."""
+_OF_ADAM = frozenset({"betas", "eps"})
+
+
+def check_changes(config: OptimizerConfig) -> None:
+    """Raise a ConfigError on a change of a key that gives this optimizer nothing."""
+    settings = settings_from_keys(config)
+    for key in _changed_keys(config):
+        if _SETTINGS[key] not in settings:
+            what, found = "this optimizer has no such value", f"{key}, with {config.plugin or config.name.value}"
+            raise ConfigError(what, where="optimizer.changes", found=found)
+
+
+def _changed_keys(config: OptimizerConfig) -> list[str]:
+    return [key for key in CHANGEABLE if any(getattr(change, key) is not None for change in config.changes)]
 
 
 class OptimizerChanges(TrainerCallback):
-    """Sets the values that hold after each step. All schedules of a config are torch's LambdaLR.
+    """Sets the values that hold for each step. All schedules of a config are torch's LambdaLR.
 
     Args:
-        config: the config that the optimizer has just been made of.
+        config: the config that the optimizer has just been made of; see `check_changes`.
     """
 
     def __init__(self, config: OptimizerConfig) -> None:
-        self._config = config
-        self._keys = [key for key in CHANGEABLE if any(getattr(one, key) is not None for one in config.changes)]
-        self._scheduler: Any = None
-        self._begun: list[Group] = []
-        """Each group of parameters as it was made, with `base_lr`."""
+        self._config, self._keys = config, _changed_keys(config)
+        self._of_adam = settings_from_keys(config) & _OF_ADAM
+        self._scheduler: LambdaLR | None = None
+        self._first_groups: list[Group] = []
+        """The settings of each group of parameters as it was made."""
+        self._first_rates: list[float] = []
+        """The peak rate of each group as it was made."""
 
     def on_train_begin(
         self,
         args: object,
         state: TrainerState,
         control: TrainerControl,
-        lr_scheduler: Any = None,
+        lr_scheduler: LambdaLR | None = None,
         **kwargs: object,
     ) -> None:
-        """Keep the groups as they were made, after a resume; ConfigError: the optimizer lacks a value that changes."""
+        """Keep the settings as they were made: a resume brings no others."""
+        assert lr_scheduler is not None, "the Trainer has made it"
         self._scheduler = lr_scheduler
-        groups = zip(lr_scheduler.optimizer.param_groups, lr_scheduler.base_lrs, strict=True)
-        self._begun = [{**group, "params": None, "base_lr": base} for group, base in groups]
-        names = {"lr": "lr", "weight_decay": "weight_decay", "beta1": "betas", "beta2": "betas", "eps": "eps"}
-        for key in self._keys:
-            if not any(names[key] in group for group in self._begun):
-                what, found = "this optimizer has no such value", f"{key}, with {self._config.name.value}"
-                raise ConfigError(what, where="optimizer.changes", found=found)
+        groups = lr_scheduler.optimizer.param_groups
+        self._first_groups = [{name: value for name, value in group.items() if name != "params"} for group in groups]
+        self._first_rates = [float(rate) for rate in lr_scheduler.base_lrs]
 
     def on_step_begin(self, args: object, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
         """Set what holds for this step, each time: a step that is skipped, or a rollback, sets the rates back."""
-        self._apply(state.global_step)
+        assert self._scheduler is not None
+        values = self._values_at(state.global_step)
+        if "lr" in values:
+            self._set_rates(self._scheduler, values["lr"])
+        for group, first in zip(self._scheduler.optimizer.param_groups, self._first_groups, strict=True):
+            if "weight_decay" in values:
+                ratio = first["weight_decay"] / self._config.weight_decay
+                group["weight_decay"] = values["weight_decay"] * ratio
+            # A group that lacks one of them is of Muon, whose `eps` is another number.
+            if self._of_adam <= group.keys():
+                _set_adam(group, first, values)
 
-    def _apply(self, step: int) -> None:
-        scheduler, config = self._scheduler, self._config
-        now = {key: getattr(config, key) for key in self._keys}
-        for change in config.changes:
+    def _values_at(self, step: int) -> dict[str, float]:
+        """Give the value of each changed key after so many steps."""
+        values: dict[str, float] = {key: getattr(self._config, key) for key in self._keys}
+        for change in self._config.changes:
             if change.step <= step:
-                now |= {key: value for key in self._keys if (value := getattr(change, key)) is not None}
-        for index, (group, begun) in enumerate(zip(scheduler.optimizer.param_groups, self._begun, strict=True)):
-            if "lr" in now:
-                scheduler.base_lrs[index] = _scaled(begun["base_lr"], config.lr, now["lr"])
-                group["lr"] = scheduler.base_lrs[index] * scheduler.lr_lambdas[index](scheduler.last_epoch)
-            if "weight_decay" in now and "weight_decay" in group:
-                group["weight_decay"] = _scaled(begun["weight_decay"], config.weight_decay, now["weight_decay"])
-            if "betas" in group:
-                first, second, *others = begun["betas"]
-                group["betas"] = (now.get("beta1", first), now.get("beta2", second), *others)
-            if "eps" in now and isinstance(begun.get("eps"), float):
-                group["eps"] = now["eps"]
+                values |= {key: value for key in self._keys if (value := getattr(change, key)) is not None}
+        return values
+
+    def _set_rates(self, scheduler: LambdaLR, peak: float) -> None:
+        """Set the peak rate of the config; a group may have its multiple, and the schedule multiplies both."""
+        assert self._config.lr is not None, "of a complete config"
+        for number, (group, first_rate) in enumerate(
+            zip(scheduler.optimizer.param_groups, self._first_rates, strict=True)
+        ):
+            # In this order, so that a power of two stays one.
+            base = scheduler.base_lrs[number] = peak * (first_rate / self._config.lr)
+            set_rate(group, base * scheduler.lr_lambdas[number](scheduler.last_epoch))
         scheduler._last_lr = [group["lr"] for group in scheduler.optimizer.param_groups]
 
 
-def _scaled(own: float, before: float | None, now: float) -> float:
-    """Scale a group's own value as the config's changes; the own one may differ, such as 0 where nothing decays."""
-    assert before is not None, "of a complete config"
-    # In this order, so that a power of two stays one.
-    return now * (own / before)
+def _set_adam(group: Group, first: Group, values: dict[str, float]) -> None:
+    """Set Adam's values; AdEMAMix has a third beta, which stays."""
+    if "beta1" in values or "beta2" in values:
+        beta1, beta2, *others = first["betas"]
+        group["betas"] = (values.get("beta1", beta1), values.get("beta2", beta2), *others)
+    if "eps" in values:
+        group["eps"] = values["eps"]

@@ -28,7 +28,7 @@ _UNCLIPPED = 1e30
 """A norm that no finite gradient reaches."""
 
 
-def own_train(config: RunConfig) -> TrainConfig:
+def train_settings_here(config: RunConfig) -> TrainConfig:
     """Give `train.*` as this process does it.
 
     Raises:
@@ -41,7 +41,7 @@ def own_train(config: RunConfig) -> TrainConfig:
     return replace(config.train, max_grad_norm=_UNCLIPPED)
 
 
-def own_optimizer(config: RunConfig, *, warmup_steps: int) -> ClassAndSettings:
+def optimizer_here(config: RunConfig, *, warmup_steps: int) -> ClassAndSettings:
     """Give the optimizer that steps in this process."""
     if config.islands.method is IslandMethod.parameter_server:
         return GradientRecorder, {"lr": config.optimizer.lr}

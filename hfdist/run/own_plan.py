@@ -14,6 +14,7 @@ import re
 import signal
 import sys
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import replace
@@ -31,9 +32,10 @@ from hfdist.config.plan import PlanConfig
 from hfdist.config.run import RunConfig
 from hfdist.errors import ConfigError, ResourceError, first_line, named_line
 from hfdist.planning.describe import verdict
-from hfdist.planning.machines import Machines, find_machines
+from hfdist.planning.machines import find_machines
 from hfdist.planning.make_plan import make_plan, with_steps
 from hfdist.planning.plan import Plan
+from hfdist.planning.searching.evaluate import Machines
 from hfdist.planning.timing.hardware import find_hardware
 from hfdist.processes.child_python import python
 from hfdist.processes.stop_signals import heard_signals
@@ -62,7 +64,7 @@ class OwnPlan:
     def __init__(self, make: Callable[[], PlanAndMachines], *, forks: bool = True) -> None:
         self._connection, theirs = Pipe()
         if forks:
-            self._pid = _fork(make, theirs)
+            self._pid = _fork(make, theirs, self._connection)
             theirs.close()
         else:
             self._pid = _start(theirs)
@@ -71,6 +73,8 @@ class OwnPlan:
             # What cannot be pickled has the reader end, which says so. OSError: it has ended.
             with suppress(pickle.PicklingError, AttributeError, TypeError, OSError):
                 self._connection.send(make)
+        # Also of a run that fails before it takes the plan.
+        self._end = weakref.finalize(self, _end, self._pid)
 
     def take(self) -> PlanAndMachines | str:
         """Wait for the plan, and give it, or why there is none. Call it once."""
@@ -80,10 +84,7 @@ class OwnPlan:
             if self._connection.poll(_MOST_SECONDS):
                 found = self._connection.recv()
         self._connection.close()
-        with suppress(ProcessLookupError):
-            os.kill(self._pid, signal.SIGKILL)
-        with suppress(ChildProcessError):
-            os.waitpid(self._pid, 0)
+        self._end()
         return found
 
 
@@ -165,7 +166,14 @@ def naming_lack_of_memory(plan: Plan | None) -> Iterator[None]:
         raise ResourceError(what, where="memory", found=found, hint=hint) from error
 
 
-def _fork(make: Callable[[], PlanAndMachines], connection: Connection) -> int:
+def _end(pid: int) -> None:
+    with suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+    with suppress(ChildProcessError):
+        os.waitpid(pid, 0)
+
+
+def _fork(make: Callable[[], PlanAndMachines], connection: Connection, others: Connection) -> int:
     # Some libraries warn of a fork after they have started threads, which do nothing here.
     before = os.environ.get("TOKENIZERS_PARALLELISM")
     os.environ["TOKENIZERS_PARALLELISM"] = before or "false"
@@ -173,6 +181,8 @@ def _fork(make: Callable[[], PlanAndMachines], connection: Connection) -> int:
         pid = os.fork()
         if pid == 0:
             try:
+                # Else nothing would tell the child that its parent has ended.
+                others.close()
                 _answer(make, connection)
             finally:
                 # Without what belongs to its parent.

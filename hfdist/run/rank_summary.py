@@ -9,8 +9,8 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from hfdist.records import RankColumn
-from hfdist.records.lines import HIGHEST, QUANTILES, STEPS, Line
+from hfdist.records.lines import Line
+from hfdist.records.rank_lines import HIGHEST, QUANTILES, STEPS, RankColumn
 
 _COLUMNS = tuple(column.value for column in RankColumn)
 _MOST_RANKS = 64

@@ -47,10 +47,10 @@ def survey(
         (fates[Status.no_target], "left out without a target"),
         (fates[Status.bad], "left out as bad"),
     ]
-    told = "".join(f"; {count} {what}" for count, what in notes if count)
+    lost = "".join(f"; {count} {what}" for count, what in notes if count)
     mean = num_tokens / max(len(trained), 1)
     all_tokens = num_tokens * corpus.num_documents / max(len(found), 1)
     times = tokens_per_step / max(all_tokens, 1)
     if times > 1 and config.packing is not Packing.none:
-        told += f"; a step of {tokens_per_step:,} tokens reads all of them {times:,.1f} times (train.global_batch_size)"
-    return f"{len(found)} examples: {mean:,.1f} tokens on average, {share:.1f} % of them {name_of_targets(task)}{told}"
+        lost += f"; a step of {tokens_per_step:,} tokens reads all of them {times:,.1f} times (train.global_batch_size)"
+    return f"{len(found)} examples: {mean:,.1f} tokens on average, {share:.1f} % of them {name_of_targets(task)}{lost}"

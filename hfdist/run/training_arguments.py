@@ -20,7 +20,7 @@ from hfdist.optim.registry import name_for_arguments
 from hfdist.optim.schedule import scheduler_of
 from hfdist.run.process_group import start_group_under_torchrun
 from hfdist.strategies.base import Strategy
-from hfdist.strategies.deepspeed.quick_import import import_deepspeed
+from hfdist.strategies.deepspeed.startup import import_deepspeed
 from hfdist.topology import read_launcher
 from hfdist.watch.callback import is_broken_connection
 

@@ -40,11 +40,12 @@ _MOVED_BY_A_SUM = 3
 class Strategy(Partitioning):
     """How one model becomes a distributed one. Cheap: needs no process group until `start`.
 
-    Itself it is `strategy.sharding=none` without a model axis: accelerate wraps the model in DDP on several processes.
+    The class itself is `strategy.sharding=none` without a pipeline: on several processes accelerate wraps the model in
+    DDP, if no ranks share parameters.
     """
 
     used_axes: tuple[str, ...] = ("context", *PARTS)
-    """Axes of the mesh whose ranks hold one replica between them, and which it knows how to use."""
+    """Axes of the mesh whose ranks hold one replica between them, as far as this layout knows how to use them."""
     fractions = ShardFractions()
     asked_precision: Precision | None = None
     """What `make_strategy` was told; None: whatever the TrainingArguments say."""
@@ -75,7 +76,7 @@ class Strategy(Partitioning):
             raise ConfigError("one process sends no gradients", where="strategy.compression", found=found, hint=hint)
 
     @property
-    def shares(self) -> str:
+    def sharing_keys(self) -> str:
         """As of the base class."""
         axes = {axis: getattr(self.topology, axis) for axis in ("pipeline", "tensor")}
         keys = [f"strategy.{axis}={degree}" for axis, degree in axes.items() if degree > 1]
@@ -95,12 +96,10 @@ class Strategy(Partitioning):
     def traffic(self, sizes: StepSizes) -> list[Sent]:
         """Give what a rank sends in a step, of those that send most. Needs no process group and no model."""
         axes = Axes(self.topology, self.batch, self.config, sizes)
-        frozen = (
-            []
-            if sizes.frozen is None
-            else axes.gather_frozen(sizes.frozen, self.ranks_of_frozen(sizes.frozen.sharding))
-        )
-        return [*axes.model_axes(), *self._state_traffic(axes), *self._whole_traffic(axes), *frozen]
+        sent = [*axes.model_axes(), *self._state_traffic(axes), *self._whole_traffic(axes)]
+        if sizes.frozen is not None:
+            sent += axes.gather_frozen(sizes.frozen, self.ranks_of_frozen(sizes.frozen.sharding))
+        return sent
 
     def ranks_of_frozen(self, sharding: TeacherSharding, *, by_all: bool = False) -> int:
         """Give the number of ranks that share another model's weights; 1: each rank that runs it has it whole.
@@ -108,7 +107,7 @@ class Strategy(Partitioning):
         `by_all`: all ranks run it at the same time, and not only those of a last stage.
         """
         topology = self.topology
-        if sharding is TeacherSharding.whole or (sharding is TeacherSharding.auto and not self.shares):
+        if sharding is TeacherSharding.whole or (sharding is TeacherSharding.auto and not self.sharing_keys):
             return 1
         return topology.world_size if by_all else topology.shard * topology.context * topology.tensor
 
@@ -133,8 +132,8 @@ class Strategy(Partitioning):
         """
         use, (gathered, reduced, after) = cls._state(sizes), cls._buffers(sizes)
         # DDP's buckets are there all the time; gradients of earlier micro batches beside them, of the last one in them.
-        before = use.gradients * ((sizes.layout.num_microbatches > 1) + sizes.layout.is_ddp)
-        early, buffers = replace(use, gradients=before), gathered + reduced
+        times_held = int(sizes.layout.num_microbatches > 1) + int(sizes.layout.is_ddp)
+        early, buffers = replace(use, gradients=use.gradients * times_held), gathered + reduced
         yield Phase.forward, replace(early, activations=use.activations + sizes.of_head, buffers=gathered)
         # Gradients of the last blocks come while all activations are still there.
         yield Phase.backward, replace(early, activations=use.activations + sizes.working, buffers=buffers)

@@ -64,7 +64,7 @@ _numbers = itertools.count()
 class _Sequence:
     """The whole sequences whose shares are in the model."""
 
-    places: torch.Tensor
+    indices: torch.Tensor
     """Where in the sequence this rank's tokens are, [tokens of this rank]."""
     order: torch.Tensor
     """Where in the gathered tokens those of the sequence are, [tokens]."""
@@ -169,7 +169,7 @@ class ContextParallel:
         targets = functional.pad(labels, (0, 1), value=IGNORED)[:, 1:]
         whole = {"input_ids": ids, "labels": labels, "shift_labels": targets, "position_ids": positions}
         whole |= {} if counted is None else {COUNTED: counted}
-        shared = {name: tensor[:, sequence.places].contiguous() for name, tensor in whole.items()}
+        shared = {name: tensor[:, sequence.indices].contiguous() for name, tensor in whole.items()}
         # With a mask of its own a model does not look for documents in the positions of this rank.
         return shared | {"attention_mask": torch.ones_like(shared["input_ids"])}, sequence
 
@@ -181,8 +181,8 @@ class ContextParallel:
         parts = torch.arange(positions.shape[1], device=device).chunk(size if self._by_heads else 2 * size)
         of_ranks = [[part] if self._by_heads else [part, parts[-1 - r]] for r, part in enumerate(parts[:size])]
         return _Sequence(
-            places=torch.cat(of_ranks[rank]),
-            order=torch.cat([part for own in of_ranks for part in own]).argsort(),
+            indices=torch.cat(of_ranks[rank]),
+            order=torch.cat([part for of_rank in of_ranks for part in of_rank]).argsort(),
             positions=positions,
             documents=documents,
             attention_mask=None if mask is None else mask.bool(),
@@ -217,7 +217,7 @@ class ContextParallel:
             mask_function = and_masks(mask_function, packed_sequence_mask_function(sequence.documents))
         num_rows = num_tokens = sequence.positions.shape[1]
         if not self._by_heads:
-            num_rows, mask_function = len(sequence.places), _of_rows(mask_function, sequence.places)
+            num_rows, mask_function = len(sequence.indices), _of_rows(mask_function, sequence.indices)
         if not self._by_heads or sequence.documents is not None:
             more["allow_is_causal_skip"] = False
         mask = sequence.attention_mask
@@ -229,7 +229,7 @@ class ContextParallel:
         """Frequencies that depend on the longest position need those of the whole sequence."""
         if self._sequence is None:
             return None
-        positions, own_shape = self._sequence.positions, (len(self._sequence.positions), len(self._sequence.places))
+        positions, own_shape = self._sequence.positions, (len(self._sequence.positions), len(self._sequence.indices))
         taken: tuple[tuple[object, ...], dict[str, object]] = tree_map_only(
             torch.Tensor, lambda value: positions if value.shape == own_shape else value, (args, named)
         )
@@ -238,7 +238,7 @@ class ContextParallel:
     def _keep_own_positions(
         self, module: nn.Module, args: object, waves: tuple[torch.Tensor, ...]
     ) -> tuple[torch.Tensor, ...]:
-        return waves if self._sequence is None else tuple(wave[:, self._sequence.places] for wave in waves)
+        return waves if self._sequence is None else tuple(wave[:, self._sequence.indices] for wave in waves)
 
     def _attention(
         self,
@@ -294,8 +294,8 @@ class ContextParallel:
         part = key.shape[2] // (2 * self._size)
         found = []
         # The last of these queries sees no key after its own place.
-        for place, last in enumerate((self._rank + 1, 2 * self._size - self._rank)):
-            rows, before = slice(place * part, (place + 1) * part), slice(0, last * part)
+        for half, last in enumerate((self._rank + 1, 2 * self._size - self._rank)):
+            rows, before = slice(half * part, (half + 1) * part), slice(0, last * part)
             of_rows = mask[..., rows, before]
             found.append(attend(module, query[:, :, rows], key[:, :, before], value[:, :, before], of_rows, **more)[0])
         return torch.cat(found, 1)
@@ -323,5 +323,6 @@ def _values(kinds: object) -> Iterable[object]:
     return kinds.values() if isinstance(kinds, dict) else (kinds,)
 
 
-def _of_rows(mask_function: _MaskFunction, places: torch.Tensor) -> _MaskFunction:
-    return lambda batch, head, row, column: mask_function(batch, head, places[row], column)
+def _of_rows(mask_function: _MaskFunction, indices: torch.Tensor) -> _MaskFunction:
+    """Give the mask of some rows of whole sequences."""
+    return lambda batch, head, row, column: mask_function(batch, head, indices[row], column)

@@ -15,14 +15,14 @@ from hfdist.models.document_attention import BY_DOCUMENTS, dense_name
 from hfdist.models.positions import Positions, all_tokens, find_positions
 from hfdist.models.probing import keeps_documents_apart, small_model
 from hfdist.strategies.context import ContextParallel
-from hfdist.strategies.gradients.reduction import sum_gradients
+from hfdist.strategies.gradients.reduction import average_gradients
 from hfdist.strategies.self_check import MASK, POSITIONS, BatchSharding, LayoutHooks, find_problem
 
 _GATHERABLE = ("sdpa", "eager")
 """Implementations of attention that take a mask of some rows."""
 
 _CHECKED_TOKENS = 32
-"""About as many tokens has a sequence of the trial."""
+"""About the number of tokens in a sequence of the trial."""
 
 
 def make_context_parallel(
@@ -40,8 +40,10 @@ def make_context_parallel(
         raise _refused(type(model).__name__, "a model that is not one of transformers")
     # Ulysses shares out the heads that a tensor rank has.
     method = choose_method(model, group.size() * num_tensor_ranks, method)
-    keeps_apart, positions = _check_small(model, group, method)
-    return ContextParallel(model, group, method, keeps_apart=keeps_apart, positions=positions)
+    trial = _Trial(model, group, method)
+    if (problem := trial.find_problem()) is not None:
+        raise _refused(type(model).__name__, problem)
+    return ContextParallel(model, group, method, keeps_apart=trial.keeps_apart, positions=trial.positions)
 
 
 def choose_method(model: PreTrainedModel, size: int, method: ContextMethod) -> ContextMethod:
@@ -71,55 +73,49 @@ def choose_method(model: PreTrainedModel, size: int, method: ContextMethod) -> C
     return ContextMethod.ulysses
 
 
-def _check_small(model: PreTrainedModel, group: dist.ProcessGroup, method: ContextMethod) -> tuple[bool, Positions]:
-    """Compare a small model of the same class on the ranks of the group with itself in one process.
+class _Trial:
+    """Trains a small model of the class on the ranks of a group, and learns what such models do by themselves."""
 
-    Returns:
-        Whether it keeps packed documents apart, and the positions that it makes by itself.
-    """
-    keeps_apart = True
-    positions: Positions = all_tokens
-    size = group.size()
+    def __init__(self, model: PreTrainedModel, group: dist.ProcessGroup, method: ContextMethod) -> None:
+        self._model, self._group, self._method = model, group, method
+        self.keeps_apart = True
+        """Whether models of the class keep packed documents apart."""
+        self.positions: Positions = all_tokens
+        """Those of sequences that come without."""
 
-    def make() -> PreTrainedModel:
-        nonlocal keeps_apart, positions
-        small = small_model(model)
-        base = model.config.get_text_config(decoder=True)._attn_implementation
+    def find_problem(self) -> str | None:
+        """Say why it does not train as in one process. A collective over the group."""
+        size = self._group.size()
+        # A number that the ranks do not divide.
+        num_tokens = 2 * size * max(1, _CHECKED_TOKENS // (2 * size)) - 1
+        sharding, device = BatchSharding(token_ranks=size), device_of(self._group)
+        return find_problem(
+            self._make, self._distribute, sharding, device, num_tokens=num_tokens, inputs=(POSITIONS, MASK)
+        )
+
+    def _make(self) -> PreTrainedModel:
+        small = small_model(self._model)
+        base = self._model.config.get_text_config(decoder=True)._attn_implementation
         if base in (*_GATHERABLE, *BY_DOCUMENTS.values()):
             small.set_attn_implementation(base)
-        keeps_apart = keeps_documents_apart(small) is not False
-        positions = find_positions(small) or all_tokens
+        self.keeps_apart = keeps_documents_apart(small) is not False
+        self.positions = find_positions(small) or all_tokens
         return small
 
-    def distribute(small: PreTrainedModel) -> LayoutHooks:
-        by_heads = method is ContextMethod.ulysses
-        # It has fewer heads.
-        own_method = choose_method(small, size, ContextMethod.auto) if by_heads else method
-        context = ContextParallel(small, group, own_method, keeps_apart=keeps_apart, positions=positions)
+    def _distribute(self, small: PreTrainedModel) -> LayoutHooks:
+        group, size, method = self._group, self._group.size(), self._method
+        if method is ContextMethod.ulysses:
+            # The small model has fewer heads.
+            method = choose_method(small, size, ContextMethod.auto)
+        context = ContextParallel(small, group, method, keeps_apart=self.keeps_apart, positions=self.positions)
 
         def reduce(loss: torch.Tensor) -> None:
             # A rank may not use parameters that others use.
-            sum_gradients(small.parameters(), group)
+            average_gradients(list(small.parameters()), group)
             dist.all_reduce(loss, group=group)
-            for tensor in (loss, *(p.grad for p in small.parameters())):
-                if tensor is not None:
-                    tensor.div_(size)
+            loss.div_(size)
 
         return LayoutHooks(reduce=reduce, sharded=context.sharded)
-
-    # A number that the ranks do not divide.
-    num_tokens = 2 * size * max(1, _CHECKED_TOKENS // (2 * size)) - 1
-    problem = find_problem(
-        make,
-        distribute,
-        BatchSharding(token_ranks=size),
-        device_of(group),
-        num_tokens=num_tokens,
-        inputs=(POSITIONS, MASK),
-    )
-    if problem is not None:
-        raise _refused(type(model).__name__, problem)
-    return keeps_apart, positions
 
 
 def _refused(kind: str, found: str) -> ConfigError:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from operator import attrgetter, is_
+from operator import attrgetter
 from typing import TYPE_CHECKING, Protocol, TypeVar, cast
 
 import torch
@@ -34,7 +34,7 @@ from hfdist.strategies.optimizer_state import StateReader
 from hfdist.strategies.parameter_shards import EXPERT, TENSOR
 from hfdist.strategies.parts import ModelParts
 from hfdist.strategies.pieces import list_pieces
-from hfdist.strategies.whole import ShardedParameter, WholeSteps, gather_places
+from hfdist.strategies.whole import ShardedParameter, WholeSteps, gather_regions
 
 if TYPE_CHECKING:
     from accelerate.optimizer import AcceleratedOptimizer
@@ -119,13 +119,14 @@ class Engine:
         """All of the prepared model, which takes a fiftieth of a small step to walk through; see `setup`."""
         self._parameters: list[nn.Parameter] = []
         self._trained: list[torch.Tensor] = []
-        """What the optimizer had when the two above were listed."""
+        """What the optimizer stepped when the two lists above were made."""
         self._prepared: nn.Module | None = None
         """As accelerate wrapped it; None before `setup`."""
         self._make_compressor = make_compressor
         """Gives for a model what compresses DDP's gradients; None: they travel as they are."""
         self.compressor: GradientCompressor | None = None
         self._compressed: nn.Module | None = None
+        """The model whose gradients `compressor` compresses, as accelerate wrapped it."""
         self._whole_steps: WholeSteps | None = None
         """Steps the parameters that the optimizer must see whole; None: all are stepped as this rank holds them."""
         self.context = context
@@ -173,6 +174,8 @@ class Engine:
             # A plan has a model without others.
             if isinstance(prepared, DistributedDataParallel):
                 self.compressor.register(prepared)
+        if self.compressor is not None:
+            self.compressor.scaler = scaler
         return optimizer
 
     def _list_parts(self) -> None:
@@ -192,7 +195,7 @@ class Engine:
             # Of an earlier training.
             return
         shared = list(self._shared(inner))
-        self._whole_steps = WholeSteps(inner, gather_places(shared)) if shared else None
+        self._whole_steps = WholeSteps(inner, gather_regions(shared)) if shared else None
 
     def _groups_of_wholes(self, optimizer: torch.optim.Optimizer) -> list[Group]:
         return groups_of_wholes(optimizer, (group for group in optimizer.param_groups if group["params"]))
@@ -337,7 +340,7 @@ class Engine:
         groups = self._norm_groups()
         if not groups:
             trained = self._list_trained()
-            if len(trained) != len(self._trained) or not all(map(is_, trained, self._trained)):
+            if list(map(id, trained)) != list(map(id, self._trained)):
                 # A callback has given the optimizer others.
                 self._list_parts()
             return torch.nn.utils.clip_grad_norm_(self._parameters, max_norm or math.inf)
@@ -346,11 +349,11 @@ class Engine:
         device = next(iter(parameters.values())).device
         norm = total_norm(counted, groups, device)
         if max_norm > 0:
-            alike: dict[DeviceMesh | None, list[nn.Parameter]] = defaultdict(list)
+            by_mesh: dict[DeviceMesh | None, list[nn.Parameter]] = defaultdict(list)
             for parameter in parameters.values():
                 # torch scales no gradients of several meshes together.
-                alike[getattr(parameter, "device_mesh", None)].append(parameter)
-            for of_mesh in alike.values():
+                by_mesh[getattr(parameter, "device_mesh", None)].append(parameter)
+            for of_mesh in by_mesh.values():
                 torch.nn.utils.clip_grads_with_norm_(of_mesh, max_norm, norm)
         return norm
 
@@ -371,8 +374,8 @@ class Engine:
                     parameter.data = parameter.new_empty(1).expand(shape)
             yield
         finally:
-            for parameter, own in hidden:
-                parameter.data = own
+            for parameter, data in hidden:
+                parameter.data = data
 
     def whole_parameters(self) -> Iterable[tuple[str, torch.Tensor]]:
         """List the parameters that this rank holds whole between steps, by name; other ranks may hold them too.

@@ -137,19 +137,19 @@ def spread_experts(
 
 def _spread_factors(wrapper: Any, experts: DeviceMesh) -> Iterator[tuple[str, ParameterShard]]:
     """Leave LoRA of this rank's experts in PEFT's layer beside a stack, in place, and say what it is."""
-    every, own = wrapper.num_experts, wrapper.num_experts // experts.size()
-    first = experts.get_local_rank() * own
+    num_experts, num_local = wrapper.num_experts, wrapper.num_experts // experts.size()
+    first = experts.get_local_rank() * num_local
     for name, parameter in list(_list_factors(wrapper)):
         shape = tuple(parameter.shape)
         # PEFT numbers the rows of A by expert, then by rank, and the columns of B by rank, then by expert.
         if name.startswith("lora_A."):
-            rank = shape[0] // every
-            shard = ParameterShard(shape=shape, dim=0, parts=((first * rank, (first + own) * rank),))
+            rank = shape[0] // num_experts
+            shard = ParameterShard(shape=shape, dim=0, parts=((first * rank, (first + num_local) * rank),))
         else:
-            starts = range(first, shape[1], every)
-            shard = ParameterShard(shape=shape, dim=1, parts=tuple((start, start + own) for start in starts))
+            starts = range(first, shape[1], num_experts)
+            shard = ParameterShard(shape=shape, dim=1, parts=tuple((start, start + num_local) for start in starts))
         parameter.data = shard.take(parameter.data)
         yield name, shard
-    wrapper.num_experts = own
+    wrapper.num_experts = num_local
     # PEFT takes one expert for a linear layer, whose weight is the other way round than some stacks.
-    wrapper.fan_in_fan_out = own == 1 and getattr(wrapper.get_base_layer(), "is_transposed", False)
+    wrapper.fan_in_fan_out = num_local == 1 and getattr(wrapper.get_base_layer(), "is_transposed", False)

@@ -79,7 +79,8 @@ class FsdpStrategy(Strategy):
             engine = Engine(model, context, parts)
         else:
             unused = shard_model(model, self.mesh, self.config, parts)
-            engine = FsdpEngine(model, self.mesh, context, parts, self.config.frees_after_forward, unused)
+            frees = self.config.frees_after_forward
+            engine = FsdpEngine(model, self.mesh, context, parts, frees_after_forward=frees, unused=unused)
         self._count_fractions(engine)
         return engine
 
@@ -121,6 +122,7 @@ class ShardedEngine(Engine):
         self._unused = unused
         self._frees_after_forward = frees_after_forward
         self._is_gathered = False
+        """Whether weights stay whole between forwards: see `gathered`."""
         self._sharded_group = mesh.get_group("sharded")
         has_parts = self._parts is not None and self._parts.groups.tensor is not None
         self._group_of_parts = mesh.get_group("sharded_parts") if has_parts else None
@@ -250,10 +252,11 @@ class FsdpEngine(ShardedEngine):
         self,
         model: nn.Module,
         mesh: DeviceMesh,
-        context: ContextParallel | None = None,
-        parts: ModelParts | None = None,
-        frees_after_forward: bool = True,
-        unused: frozenset[str] = frozenset(),
+        context: ContextParallel | None,
+        parts: ModelParts | None,
+        *,
+        frees_after_forward: bool,
+        unused: frozenset[str],
     ) -> None:
         super().__init__(model, context, parts)
         self._use(model, mesh, frees_after_forward, unused)

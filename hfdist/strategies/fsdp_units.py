@@ -51,9 +51,7 @@ def shard_by_blocks(
     *,
     axis: str = "sharded",
 ) -> frozenset[str]:
-    """Shard a model over the data ranks in place: a unit a block, and the rest with `root`, which is or has the model.
-
-    `axis` of the mesh names the ranks that each have a part, if they are others.
+    """Shard a model in place over the ranks of `axis`: a unit a block, and the rest with `root`, which has the model.
 
     Experts that ranks share are units of their own, sharded over the ranks that hold the same.
 
@@ -101,8 +99,8 @@ def _list_units(model: PreTrainedModel) -> Iterator[nn.Module]:
     num_names = _count_names(model)
     for block in blocks:
         # Another stage of a pipeline has those without parameters.
-        own = _count_names(block)
-        if own and all(num_names[parameter] == count for parameter, count in own.items()):
+        of_block = _count_names(block)
+        if of_block and all(num_names[parameter] == count for parameter, count in of_block.items()):
             yield block
 
 
@@ -111,9 +109,10 @@ def _count_names(module: nn.Module) -> Counter[nn.Parameter]:
 
 
 def _prefetch(units: list[FSDPModule], count: int) -> None:
-    for place, unit in enumerate(units if count > 0 else []):
-        unit.set_modules_to_forward_prefetch(units[place + 1 : place + 1 + count])
-        unit.set_modules_to_backward_prefetch(units[max(0, place - count) : place][::-1])
+    """Let each unit gather the `count` next ones while it computes, in the forward and in the backward."""
+    for index, unit in enumerate(units if count > 0 else []):
+        unit.set_modules_to_forward_prefetch(units[index + 1 : index + 1 + count])
+        unit.set_modules_to_backward_prefetch(units[max(0, index - count) : index][::-1])
 
 
 def _with_replicas(mesh: DeviceMesh, axis: str) -> DeviceMesh:
@@ -158,14 +157,15 @@ def _prepare(unit: nn.Module, mesh: DeviceMesh) -> None:
     Called for one unit at a time, so that no more is whole on the device.
     """
     scales = hold_as_floats(unit, mesh.device_type)
-    own = [(name, p) for name, p in unit.named_parameters() if not isinstance(p, DTensor)]
-    trained = {p.dtype: name for name, p in own if p.requires_grad}
+    # What is a DTensor belongs to a unit within this one.
+    unsharded = [(name, p) for name, p in unit.named_parameters() if not isinstance(p, DTensor)]
+    trained = {p.dtype: name for name, p in unsharded if p.requires_grad}
     if len(trained) > 1:
         what = "FSDP2 reduces the gradients of a block together, so its trained parameters must be of one type"
         found = ", ".join(f"{name}: {dtype}" for dtype, name in trained.items())
         hint = "model.dtype=float32, with train.precision=bf16 for its arithmetic"
         raise ConfigError(what, where="strategy.sharding, model.dtype", found=found, hint=hint)
-    for tensor in (*(p for _, p in own), *unit.buffers(), *scales):
+    for tensor in (*(p for _, p in unsharded), *unit.buffers(), *scales):
         tensor.data = tensor.data.to(mesh.device_type).contiguous()
         for group in mesh.get_all_groups():
             broadcast(tensor.data, group)

@@ -14,7 +14,9 @@ from hfdist.strategies.gradients.reduction import local_tensor
 def storage_bytes(tensors: Iterable[torch.Tensor], device: torch.device) -> int:
     """Give the bytes that tensors, or this rank's shards of them, take on a kind of device."""
     storages = (local_tensor(tensor).untyped_storage() for tensor in tensors)
-    return sum({one.data_ptr(): one.nbytes() for one in storages if one.device.type == device.type}.values())
+    on_device = (storage for storage in storages if storage.device.type == device.type)
+    # Several tensors may be views of one storage.
+    return sum({storage.data_ptr(): storage.nbytes() for storage in on_device}.values())
 
 
 def have_room(num_bytes: int, device: torch.device) -> bool:

@@ -24,7 +24,7 @@ from hfdist.strategies.experts import list_dispatching, make_expert_plan, spread
 from hfdist.strategies.parameter_shards import EXPERT, TENSOR
 from hfdist.strategies.parts import Groups, ModelParts
 from hfdist.strategies.self_check import BatchSharding, LayoutHooks, find_problem
-from hfdist.strategies.tensor.plan import PlanKind, TensorPlan, apply_plan, list_plans, make_plan
+from hfdist.strategies.tensor.plan import TensorPlan, apply_plan, list_plans, make_plan
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +42,7 @@ class Plans:
         return [axis for axis, plan in ((TENSOR, self.tensor), (EXPERT, self.expert)) if plan is not None]
 
     @property
-    def without(self) -> list[str]:
+    def overrides_for_less(self) -> list[str]:
         """Overrides that ask for less."""
         if self.tensor is not None and self.tensor.regions is not None:
             return ["strategy.sequence=false"]
@@ -65,25 +65,23 @@ def make_plans(model: PreTrainedModel, *, tensor: int, expert: int, splits_token
     Raises:
         ConfigError: there is no plan for this model, or a size that the number of ranks does not divide.
     """
-    of_expert = make_expert_plan(model, expert) if expert > 1 else None
+    expert_plan = make_expert_plan(model, expert) if expert > 1 else None
     if tensor == 1:
-        return [Plans(expert=of_expert)]
-    return [_join(plan, of_expert) for plan in list_plans(model, tensor, splits_tokens=splits_tokens)]
+        return [Plans(expert=expert_plan)]
+    return [_join(plan, expert_plan) for plan in list_plans(model, tensor, splits_tokens=splits_tokens)]
 
 
-def _join(plan: TensorPlan, of_expert: dict[str, str] | None) -> Plans:
+def _join(tensor_plan: TensorPlan, expert_plan: dict[str, str] | None) -> Plans:
     """Leave experts to the expert ranks."""
-    experts = of_expert or {}
-    modules = [name for name in experts if not any(name.startswith(f"{other}.") for other in experts)]
+    if expert_plan is None:
+        return Plans(tensor=tensor_plan)
+    experts = tuple(f"{name}." for name in expert_plan)
 
-    def others(styles: dict[str, str]) -> dict[str, str]:
-        return {
-            name: style
-            for name, style in styles.items()
-            if not any(name == module or name.startswith(f"{module}.") for module in modules)
-        }
+    def leave_out_experts(styles: dict[str, str]) -> dict[str, str]:
+        return {name: style for name, style in styles.items() if not f"{name}.".startswith(experts)}
 
-    return Plans(tensor=replace(plan, rules=others(plan.rules), layers=others(plan.layers)), expert=of_expert)
+    rules, layers = leave_out_experts(tensor_plan.rules), leave_out_experts(tensor_plan.layers)
+    return Plans(tensor=replace(tensor_plan, rules=rules, layers=layers), expert=expert_plan)
 
 
 def shard_parameters(model: PreTrainedModel, mesh: DeviceMesh, candidates: list[Plans]) -> ModelParts:
@@ -183,15 +181,17 @@ def check_plans(model: PreTrainedModel, pairs: DeviceMesh, plans: Plans) -> None
             f"this type of model does not train over {' and '.join(plans.axes)} ranks as it does on one process",
             where=plans.keys,
             found=f"{model.config.model_type}, made small: {problem}",
-            hint=f"{' '.join(plans.without)}; strategy=fsdp2 shards any model",
+            hint=f"{' '.join(plans.overrides_for_less)}; strategy=fsdp2 shards any model",
         )
 
 
 def _distribute(small: PreTrainedModel, pairs: DeviceMesh, plans: Plans) -> LayoutHooks:
     """Shard a small model by plans of the same kind."""
-    of_expert = None if plans.expert is None else make_expert_plan(small, pairs[EXPERT].size())
-    kind: PlanKind | None = None if plans.tensor is None else plans.tensor.kind
-    plans = Plans(expert=of_expert) if kind is None else _join(make_plan(small, pairs[TENSOR].size(), kind), of_expert)
+    expert_plan = None if plans.expert is None else make_expert_plan(small, pairs[EXPERT].size())
+    if plans.tensor is None:
+        plans = Plans(expert=expert_plan)
+    else:
+        plans = _join(make_plan(small, pairs[TENSOR].size(), plans.tensor.kind), expert_plan)
     tokens = pairs.get_group(EXPERT)
     groups = Groups(
         tensor=pairs.get_group(TENSOR) if plans.tensor is not None else None,

@@ -43,40 +43,48 @@ class ParameterShard:
 
     def pieces(self, piece: Piece) -> Iterator[Piece]:
         """Give pieces of the whole tensor, from a piece of rows of what the rank holds as if that were whole."""
-        row, local_row = math.prod(self.shape[1:]), math.prod(self.local_shape[1:])
-        first, num_rows = piece.start // local_row, len(piece.view)
-        begins = accumulate((stop - start for start, stop in self.parts), initial=0)
         if piece.view.numel() == 0:
-            yield replace(piece, shape=self.shape, start=0)
-        elif self.dim == 0:
-            for begin, (start, stop) in zip(begins, self.parts, strict=False):
-                low, high = max(first, begin), min(first + num_rows, begin + stop - start)
-                if low < high:
-                    view = piece.view[low - first : high - first]
-                    yield replace(piece, shape=self.shape, start=(start + low - begin) * row, view=view)
-        else:
-            inner = math.prod(self.shape[self.dim + 1 :])
-            if (period := self._period()) is not None:
-                # One part of each row of a matrix with rows so long.
-                (start, stop), start_of_rows = self.parts[0], first * row
-                run, pitch = (stop - start) * inner, period * inner
-                yield replace(piece, shape=self.shape, start=start_of_rows + start * inner, run=run, pitch=pitch)
-                return
-            for begin, (start, stop) in zip(begins, self.parts, strict=False):
-                yield replace(
-                    piece,
-                    shape=self.shape,
-                    start=first * row + start * inner,
-                    run=(stop - start) * inner,
-                    pitch=self.shape[self.dim] * inner,
-                    view=piece.view.narrow(self.dim, begin, stop - start),
-                )
+            return iter([replace(piece, shape=self.shape, start=0)])
+        first_row = piece.start // math.prod(self.local_shape[1:])
+        return self._pieces_of_rows(piece, first_row) if self.dim == 0 else self._pieces_within_rows(piece, first_row)
+
+    def _local_begins(self) -> Iterator[int]:
+        """Give where each part begins in what the rank holds."""
+        return accumulate((stop - start for start, stop in self.parts[:-1]), initial=0)
+
+    def _pieces_of_rows(self, piece: Piece, first_row: int) -> Iterator[Piece]:
+        """Give the rows of a piece that are in each part."""
+        row = math.prod(self.shape[1:])
+        for begin, (start, stop) in zip(self._local_begins(), self.parts, strict=True):
+            low, high = max(first_row, begin), min(first_row + len(piece.view), begin + stop - start)
+            if low < high:
+                view = piece.view[low - first_row : high - first_row]
+                yield replace(piece, shape=self.shape, start=(start + low - begin) * row, view=view)
+
+    def _pieces_within_rows(self, piece: Piece, first_row: int) -> Iterator[Piece]:
+        """Give what a piece has of each part: of each row of the whole tensor some elements."""
+        inner, offset = math.prod(self.shape[self.dim + 1 :]), first_row * math.prod(self.shape[1:])
+        if (period := self._period()) is not None:
+            # The parts of a row repeat: together they are one part of each row of a matrix with shorter rows.
+            start, stop = self.parts[0]
+            run, pitch = (stop - start) * inner, period * inner
+            yield replace(piece, shape=self.shape, start=offset + start * inner, run=run, pitch=pitch)
+            return
+        for begin, (start, stop) in zip(self._local_begins(), self.parts, strict=True):
+            yield replace(
+                piece,
+                shape=self.shape,
+                start=offset + start * inner,
+                run=(stop - start) * inner,
+                pitch=self.shape[self.dim] * inner,
+                view=piece.view.narrow(self.dim, begin, stop - start),
+            )
 
     def _period(self) -> int | None:
-        """Give how far apart along `dim` parts begin that are alike in equal shares of it; None: they are not alike."""
-        period, (first, last) = self.shape[self.dim] // len(self.parts), self.parts[0]
-        alike = tuple((number * period + first, number * period + last) for number in range(len(self.parts)))
-        return period if self.parts == alike and period * len(self.parts) == self.shape[self.dim] else None
+        """Give the distance along `dim` at which the first part repeats; None: the parts are not its repetitions."""
+        period, (start, stop) = self.shape[self.dim] // len(self.parts), self.parts[0]
+        repeated = tuple((number * period + start, number * period + stop) for number in range(len(self.parts)))
+        return period if self.parts == repeated and period * len(self.parts) == self.shape[self.dim] else None
 
 
 def check_is_of_transformers(model: nn.Module, axis: str) -> None:

@@ -6,7 +6,6 @@ has other tokens, and what leads to an expert is sent to the rank that holds it.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -34,8 +33,10 @@ class Groups:
     """The ranks of `tokens` that hold the same experts."""
 
     def of(self, axis: str | None) -> dist.ProcessGroup | None:
-        """Give the group of TENSOR or EXPERT; that of None has one rank."""
-        return self.tensor if axis == TENSOR else self.expert if axis == EXPERT else None
+        """Give the group of TENSOR or EXPERT; None for another axis, which shares no parameters."""
+        if axis == TENSOR:
+            return self.tensor
+        return self.expert if axis == EXPERT else None
 
 
 class ModelParts:
@@ -90,11 +91,10 @@ class ModelParts:
 
     def average_gradients(self, model: nn.Module) -> None:
         """Average gradients over the ranks that hold the same and have other tokens, in place. A collective."""
-        alike: dict[str | None, list[nn.Parameter]] = defaultdict(list)
-        for name, parameter in model.named_parameters():
-            alike[self._axes.get(name) if self._axes.get(name) == EXPERT else None].append(parameter)
-        for axis, parameters in alike.items():
-            group = self.groups.tokens_of_experts if axis == EXPERT else self.groups.tokens
+        named = list(model.named_parameters())
+        experts = [parameter for name, parameter in named if self._axes.get(name) == EXPERT]
+        others = [parameter for name, parameter in named if self._axes.get(name) != EXPERT]
+        for parameters, group in ((others, self.groups.tokens), (experts, self.groups.tokens_of_experts)):
             if group is not None:
                 average_gradients(parameters, group)
 
@@ -126,7 +126,7 @@ class ModelParts:
         """Give the shape in the whole model of a parameter that has `shape` in this rank's."""
         if parameter not in self._names:
             # FSDP2 has one tensor for a shard, and another for what is gathered.
-            self._names.update({own: name for name, own in model.named_parameters()})
+            self._names.update({of_model: name for name, of_model in model.named_parameters()})
         shard = self._shards.get(self._names.get(parameter, ""))
         return shape if shard is None else shard.shape
 

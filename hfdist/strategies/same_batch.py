@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import zlib
+
 import torch
 import torch.distributed as dist
 
@@ -10,16 +12,18 @@ from hfdist.errors import DataError
 
 
 def check_same_batch(batch: dict[str, torch.Tensor], group: dist.ProcessGroup, what: str) -> None:
-    """Compare checksums over the ranks of `group`, a `what`. A collective of a few bytes.
+    """Compare checksums over the ranks of `group`, a `what`. A collective of two numbers.
 
     Raises:
-        DataError: the batches differ.
+        DataError: the batches differ; on all ranks of the group.
     """
-    sums = torch.stack([_checksum(value) for value in batch.values() if isinstance(value, torch.Tensor)])
-    extremes = torch.cat([sums, -sums]).to(device_of(group))
+    # One number, whatever a batch holds: ranks with other tensors must reduce equally many.
+    sums = [_checksum(name, value) for name, value in sorted(batch.items()) if isinstance(value, torch.Tensor)]
+    total = torch.stack(sums).sum()
+    extremes = torch.stack([total, -total]).to(device_of(group))
     dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=group)
-    largest, smallest = extremes.chunk(2)
-    if not torch.equal(largest, -smallest):
+    largest, smallest = extremes
+    if largest != -smallest:
         raise DataError(
             f"the ranks of one {what} were given different batches",
             where="train_dataset, data_collator",
@@ -29,9 +33,11 @@ def check_same_batch(batch: dict[str, torch.Tensor], group: dist.ProcessGroup, w
         )
 
 
-def _checksum(value: torch.Tensor) -> torch.Tensor:
-    """Give a checksum of a tensor's shape and numbers; other orders of the same numbers have other checksums."""
-    # As whole numbers, shares of one would all be zeros.
+def _checksum(name: str, value: torch.Tensor) -> torch.Tensor:
+    """Give a checksum of a tensor's name, shape and numbers; the same numbers in another order have another one."""
+    # Of floats the bits: as whole numbers, shares of one would all be zeros.
     numbers = (value.double().view(torch.int64) if value.is_floating_point() else value.to(torch.int64)).flatten()
-    places = torch.arange(1, len(numbers) + 1, device=value.device)
-    return (numbers * places).sum() + sum(size * 10**6 for size in value.shape)
+    weights = torch.arange(1, len(numbers) + 1, device=value.device)
+    content = (numbers * weights).sum() + sum(size * 10**6 for size in value.shape)
+    # Odd, so that no bit of the content is lost, and another factor for each name.
+    return (content + 1) * (2 * zlib.crc32(name.encode()) + 1)

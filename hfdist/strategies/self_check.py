@@ -14,7 +14,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -130,26 +130,26 @@ def _compare_small(
             for parameter in small.parameters():
                 # Else ones and zeros, as of norms and biases, would hide what is wrong.
                 parameter.add_(0.02 * torch.randn(parameter.shape))
-    given = [None, *(name for name in inputs if _takes(small, name, num_tokens))]
-    given += [] if image_example(small) is None else [IMAGE]
+    tried = [None, *(name for name in inputs if _takes(small, name, num_tokens))]
+    tried += [] if image_example(small) is None else [IMAGE]
     nn.Module.to(small, device)
     distributed = copy.deepcopy(small)
     batches = [
         _make_batch(small, num_tokens, name, seed=number * sharding.data_ranks + rank)
-        for number, name in enumerate(given)
+        for number, name in enumerate(tried)
         for rank in range(sharding.data_ranks)
     ]
     num_items = torch.stack([(batch["labels"][..., 1:] != IGNORED).sum() for batch in batches]).sum()
-    whole_losses = _accumulate(small, batches, num_items).view(len(given), -1).sum(1)
+    whole_losses = _accumulate(small, batches, num_items).view(len(tried), -1).sum(1)
     hooks = distribute(distributed)
-    own = batches[sharding.data_rank :: sharding.data_ranks]
+    of_rank = batches[sharding.data_rank :: sharding.data_ranks]
     # As the Trainer does, for gradients that are averaged.
-    losses = _accumulate(distributed, own, num_items, hooks.sharded, factor=sharding.token_ranks)
+    losses = _accumulate(distributed, of_rank, num_items, hooks.sharded, factor=sharding.token_ranks)
     hooks.reduce(losses)
     differences = ((losses - whole_losses).abs() / whole_losses.abs()).tolist()
     loss, number = max((_ordered(difference), number) for number, difference in enumerate(differences))
     gradient, first_wrong = _compare_gradients(hooks, distributed, small)
-    return _Differences(loss, given[number] or "tokens alone", gradient, first_wrong)
+    return _Differences(loss, tried[number] or "tokens alone", gradient, first_wrong)
 
 
 def _ordered(difference: float) -> float:
@@ -171,37 +171,37 @@ def _takes(model: PreTrainedModel, name: str, num_tokens: int) -> bool:
     return True
 
 
-def _make_batch(model: PreTrainedModel, num_tokens: int, given: str | None, *, seed: int) -> Batch:
-    """Two sequences, of which not all tokens are targets, with one input besides, if any is to be given.
+def _make_batch(model: PreTrainedModel, num_tokens: int, extra: str | None, *, seed: int) -> Batch:
+    """Make two sequences, of which not all tokens are targets, with one `extra` input besides.
 
     With `POSITIONS` each is three documents. With `IMAGE` it is one sequence, that of the run's example.
     """
-    if given == IMAGE and (example := image_example(model)) is not None:
+    if extra == IMAGE and (example := image_example(model)) is not None:
         return {name: tensor.to(model.device) for name, tensor in example.tensors.items()}
     generator = torch.Generator().manual_seed(seed)
     vocab_size = model.config.get_text_config(decoder=True).vocab_size
     ids = torch.randint(min(vocab_size, 100), (2, num_tokens), generator=generator)
-    labels, places = ids.clone(), torch.arange(num_tokens).repeat(2, 1)
+    labels, positions = ids.clone(), torch.arange(num_tokens).repeat(2, 1)
     labels[0, 4:7] = IGNORED
     padding = padding_id(model)
     if padding is not None and padding >= 0 and not scores_sequences(model):
         # Some models make positions or masks of it.
         ids[0, 5] = padding
-    more: Batch = {}
-    if given == POSITIONS:
+    inputs: Batch = {}
+    if extra == POSITIONS:
         for row, starts in enumerate(((5, 19), (11, 14))):
             for start in starts:
-                places[row, start:] = torch.arange(num_tokens - start)
+                positions[row, start:] = torch.arange(num_tokens - start)
                 labels[row, start] = IGNORED
-        more = {POSITIONS: places}
-    elif given == MASK:
+        inputs = {POSITIONS: positions}
+    elif extra == MASK:
         # Filled up on either side.
-        mask = torch.stack([places[0] >= 4, places[1] < num_tokens - 6])
+        mask = torch.stack([positions[0] >= 4, positions[1] < num_tokens - 6])
         labels[~mask] = IGNORED
-        more = {MASK: mask.long()}
-    elif given == TYPES:
-        more = {TYPES: (places >= num_tokens // 2).long()}
-    batch = {"input_ids": ids, "labels": labels} | more
+        inputs = {MASK: mask.long()}
+    elif extra == TYPES:
+        inputs = {TYPES: (positions >= num_tokens // 2).long()}
+    batch = {"input_ids": ids, "labels": labels} | inputs
     return {name: tensor.to(model.device) for name, tensor in batch.items()}
 
 
@@ -213,13 +213,14 @@ def _accumulate(
     factor: int = 1,
 ) -> torch.Tensor:
     """Run several micro batches and give the loss of each."""
-    takes_any = any(one.kind is one.VAR_KEYWORD for one in inspect.signature(model.forward).parameters.values())
+    parameters = inspect.signature(model.forward).parameters.values()
+    takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
     counts = takes_any and has_token_loss(model)
     counted = {"num_items_in_batch": num_items} if counts else {}
     losses = []
     for batch in batches:
-        with sharded(batch) as own:
-            loss = factor * probe_loss(model, own, **counted, use_cache=False)
+        with sharded(batch) as share:
+            loss = factor * probe_loss(model, share, **counted, use_cache=False)
             loss.backward()
         losses.append(loss.detach())
     return torch.stack(losses)
@@ -228,17 +229,17 @@ def _accumulate(
 def _compare_gradients(hooks: LayoutHooks, distributed: nn.Module, whole: nn.Module) -> tuple[float, str]:
     """Compare this rank's part of each gradient with that part of the whole one's: the largest, and the first wrong."""
     gradients = {name: p.grad for name, p in whole.named_parameters()}
-    norms = {name: float(gradient.norm()) for name, gradient in gradients.items() if gradient is not None}
+    norms = {name: float(tensor.norm()) for name, tensor in gradients.items() if tensor is not None}
     least = _NOTHING * max(norms.values())
     found: list[tuple[float, str]] = []
     for name, parameter in distributed.named_parameters():
-        reference, own = gradients[name], parameter.grad
-        if reference is None or own is None:
-            found.append((0.0 if reference is own else math.inf, name))
+        reference, gradient = gradients[name], parameter.grad
+        if reference is None or gradient is None:
+            found.append((0.0 if reference is gradient else math.inf, name))
             continue
-        pieces = hooks.own_pieces(Piece(name=name, key=WEIGHT, shape=tuple(own.shape), start=0, view=own))
-        squared: Any = sum((piece.view - piece.of_whole(reference)).norm() ** 2 for piece in pieces)
-        found.append((float(squared.sqrt()) / max(norms[name], least), name))
+        pieces = hooks.own_pieces(Piece(name=name, key=WEIGHT, shape=tuple(gradient.shape), start=0, view=gradient))
+        squared = sum(float((piece.view - piece.of_whole(reference)).norm()) ** 2 for piece in pieces)
+        found.append((math.sqrt(squared) / max(norms[name], least), name))
     worst = max(_ordered(difference) for difference, _ in found)
     first = next((name for difference, name in found if not difference <= GRADIENT_BOUND), "")
     return worst, first

@@ -149,6 +149,11 @@ class Axes:
         """Tokens of a step that go through this rank's part of the model."""
         self.stages_share = 1 / topology.pipeline
 
+    @property
+    def _sharded_axis(self) -> str:
+        """Name of the axis whose ranks share state: without replicas, all data ranks."""
+        return DATA if self.topology.replicate == 1 else SHARD
+
     def held(self) -> float:
         """Elements of the parameters that a rank has before they are sharded, without experts that ranks share out."""
         sizes, topology = self.sizes, self.topology
@@ -177,14 +182,13 @@ class Axes:
     ) -> Iterator[Sent]:
         """Gradients or weights over the ranks of an axis: `data`, `shard` or `replicate`."""
         topology = self.topology
-        # Ranks with the same experts are so far apart.
-        apart = topology.expert if of_experts else 1
+        # Neighbours hold other experts.
+        distance = topology.expert if of_experts else 1
         size, stride = {
-            DATA: (topology.data * topology.context // apart, topology.tensor * apart),
-            SHARD: (topology.shard * topology.context // apart, topology.tensor * apart),
+            DATA: (topology.data * topology.context // distance, topology.tensor * distance),
+            SHARD: (topology.shard * topology.context // distance, topology.tensor * distance),
             REPLICATE: (topology.replicate, topology.shard * topology.context * topology.tensor),
         }[axis]
-        # Without replicas what is sharded is sharded over all data ranks.
         axis = DATA if topology.replicate == 1 else axis
         num_elements *= self.sizes.trained_share if is_gradient else 1
         yield from self._send(kind, axis, size, stride, num_elements * self.sizes.weight_bytes, calls, **when)
@@ -241,12 +245,12 @@ class Axes:
 
     def gather_frozen(self, frozen: FrozenSizes, num_ranks: int) -> Iterator[Sent]:
         """The weights of another model, for each forward, of a rank that runs it."""
-        topology, number = self.topology, self.batch.num_microbatches
-        axis = (DATA if topology.replicate == 1 else SHARD) if topology.shard * topology.context > 1 else "tensor"
-        axis = f"{axis} x tensor" if topology.tensor > 1 and axis != "tensor" else axis
-        num_bytes, calls = frozen.weight_bytes * number, (frozen.num_blocks + 1) * number
+        topology, times = self.topology, self.batch.num_microbatches
+        axes = [self._sharded_axis] if topology.shard * topology.context > 1 else []
+        axis = " x ".join([*axes, "tensor"] if topology.tensor > 1 or not axes else axes)
+        num_bytes, calls = frozen.weight_bytes * times, (frozen.num_blocks + 1) * times
         yield from self._send(
-            ALL_GATHER, axis, num_ranks, 1, num_bytes, calls, hidden_by=Phase.forward, microbatches=number
+            ALL_GATHER, axis, num_ranks, 1, num_bytes, calls, hidden_by=Phase.forward, microbatches=times
         )
 
     def gather_parts(self) -> Iterator[Sent]:
@@ -258,7 +262,7 @@ class Axes:
     def gather_shards(self) -> Iterator[Sent]:
         """Of parameters that must be stepped whole, FSDP2's shards."""
         topology, (divided, experts, others) = self.topology, self._stepped_whole()
-        axis, ranks = DATA if topology.replicate == 1 else SHARD, topology.shard * topology.context
+        axis, ranks = self._sharded_axis, topology.shard * topology.context
         yield from self._exchange_parts(axis, ranks, topology.tensor, experts + others)
         yield from self._exchange_parts(f"{axis} x tensor", ranks * topology.tensor, 1, divided)
 
@@ -311,9 +315,10 @@ class Axes:
             summed += tokens * (2 * of_plan.embedded + 4) * sizes.weight_bytes
         yield from add(ALL_REDUCE, summed, num_sums)
         yield from add(ALL_GATHER, tokens * of_plan.gathered * sizes.compute_bytes * sizes.forwards, calls)
-        # Of what is whole on each rank: the gradients, or FSDP2's shards of them.
+        # Of what is whole on each rank: the gradients, or the shards of them.
         whole = (sizes.parameters - of_plan.divided - sizes.experts) * self.stages_share * sizes.trained_share
-        if self.config.sharding.value == "fsdp2":
+        if self.config.shards_state:
+            # By FSDP2: ZeRO does not go with tensor ranks.
             whole /= self.topology.shard * self.topology.context
         yield from add(ALL_REDUCE, whole * sizes.weight_bytes, 1)
 

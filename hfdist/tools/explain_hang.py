@@ -75,14 +75,15 @@ class Explanation:
 def explain(run_dir: Path, *, answer_seconds: float = _ANSWER_SECONDS) -> Explanation:
     """Explain why a run hangs, or why the watch has ended it. A run that goes on is asked for its stacks."""
     record = read_run(run_dir)
+    folder = None
     if record is not None and record.state is State.running:
         folder = _ask(run_dir, record, answer_seconds)
-        if folder is not None:
-            return explain_folder(folder, _describe_run(run_dir, record))
-    folder = _newest(run_dir, record)
+    folder = folder or _newest(run_dir, record)
+    run = _describe_run(run_dir, record)
     if folder is not None:
-        return explain_folder(folder, _describe_run(run_dir, record))
-    return _without_stacks(_describe_run(run_dir, record), record)
+        return explain_folder(folder, run)
+    verdict, hint = _judge_record(record)
+    return Explanation(run=run, folder=None, verdict=verdict, hint=hint)
 
 
 def explain_folder(folder: Path, run: str) -> Explanation:
@@ -136,24 +137,20 @@ def _describe_run(run_dir: Path, record: RunRecord | None) -> str:
     return f"{run_dir}: start {record.start}, {record.state.value}{code}, {done}"
 
 
-def _without_stacks(run: str, record: RunRecord | None) -> Explanation:
+def _judge_record(record: RunRecord | None) -> tuple[str, str]:
+    """Give verdict and hint where no rank has left a stack."""
     if record is None:
-        return Explanation(
-            run=run, folder=None, verdict="nothing is known of it", hint="its log; or the version of hfdist that ran it"
-        )
+        return "nothing is known of it", "its log; or the version of hfdist that ran it"
     if record.state is not State.running:
-        ended = f"nothing hung in the last start: it ended as {record.state.value}"
-        known = "" if record.error is None else f" ({record.error})"
+        error = "" if record.error is None else f" ({record.error})"
         code = record.exit_code if record.exit_code is not None else "none"
         hint = f"exit code {code}: docs/faults.md" if record.exit_code != PeerError.exit_code else "its log"
-        return Explanation(run=run, folder=None, verdict=ended + known, hint=hint)
-    where = f"on {record.host}, process {record.pid}"
+        return f"nothing hung in the last start: it ended as {record.state.value}{error}", hint
+    place = f"on {record.host}, process {record.pid}"
     if record.processes < 2:
-        verdict, hint = f"one process waits for nobody ({where})", f"py-spy dump --pid {record.pid}"
-        return Explanation(run=run, folder=None, verdict=verdict, hint=hint)
+        return f"one process waits for nobody ({place})", f"py-spy dump --pid {record.pid}"
     verdict = (
-        f"rank 0 ({where}) does not answer: it has ended or is stopped, or the run is not watched, or not yet "
+        f"rank 0 ({place}) does not answer: it has ended or is stopped, or the run is not watched, or not yet "
         f"(watch.heartbeat_seconds=null); its record is of {record.updated}"
     )
-    hint = f"ssh {record.host} ps {record.pid}; py-spy dump --pid {record.pid}"
-    return Explanation(run=run, folder=None, verdict=verdict, hint=hint)
+    return verdict, f"ssh {record.host} ps {record.pid}; py-spy dump --pid {record.pid}"

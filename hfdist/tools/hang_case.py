@@ -80,13 +80,13 @@ class HangCase:
         for rank, snapshot in snapshots.items():
             for collective in snapshot.collectives:
                 ranks = snapshot.groups.get(collective.group, [])
-                one = collective._replace(group=f"{collective.group} {ranks}")
-                self._members[one.group] = ranks
-                if not one.is_done:
-                    self._pending[rank].append(one)
-                if not one.is_p2p:
-                    self._begun.setdefault((one.group, one.number), {})[rank] = one
-                    self._newest[one.group, rank] = max(one.number, self._newest.get((one.group, rank), 0))
+                call = collective._replace(group=f"{collective.group} {ranks}")
+                self._members[call.group] = ranks
+                if not call.is_done:
+                    self._pending[rank].append(call)
+                if not call.is_p2p:
+                    self._begun.setdefault((call.group, call.number), {})[rank] = call
+                    self._newest[call.group, rank] = max(call.number, self._newest.get((call.group, rank), 0))
 
     def rows(self) -> list[Row]:
         """Give a row for each rank, by its number."""
@@ -141,22 +141,22 @@ class HangCase:
     def _judge_differing(self, waits: list[WaitingRanks]) -> Verdict | None:
         """Find the first number of a group under which ranks have begun different collectives."""
         for _, begun in sorted(self._begun.items()):
-            knows_sizes = not any(one.is_done for one in begun.values())
-            kinds = {rank: _kind(one, knows_sizes) for rank, one in begun.items()}
+            knows_sizes = not any(call.is_done for call in begun.values())
+            kinds = {rank: _kind(call, knows_sizes) for rank, call in begun.items()}
             (common, count), *others = Counter(kinds.values()).most_common()
             if not others:
                 continue
             usual = [rank for rank in begun if kinds[rank] == common]
             odd = [rank for rank in begun if kinds[rank] != common]
-            one = begun[usual[0]]
-            called = f"{_short(begun[odd[0]])}{self._at(odd[0])} where {name_ranks(usual)} called {_short(one)}"
+            call = begun[usual[0]]
+            called = f"{_short(begun[odd[0]])}{self._at(odd[0])} where {name_ranks(usual)} called {_short(call)}"
             guilty = f"{name_ranks(odd)} left" if count > len(odd) else "one side has left"
             verdict = (
-                f"{name_ranks(odd)} called {called}{self._at(usual[0])}: both are {one.place}; {guilty} a collective "
+                f"{name_ranks(odd)} called {called}{self._at(usual[0])}: both are {call.place}; {guilty} a collective "
                 "out, or called one too many"
             )
             hint = "look for a condition in these lines, or above them, that is not the same on all ranks"
-            return Verdict(verdict, hint, waits or [WaitingRanks(usual, odd, f"{_short(one)}, {one.place}")])
+            return Verdict(verdict, hint, waits or [WaitingRanks(usual, odd, f"{_short(call)}, {call.place}")])
         return None
 
     def _judge_missing(self, waits: list[WaitingRanks]) -> Verdict | None:
@@ -185,12 +185,12 @@ class HangCase:
         """Find a collective in which all ranks of its group are, and which does not end."""
         for group in self._members:
             pending = {
-                rank: [one for one in self._pending[rank] if one.group == group] for rank in self._members[group]
+                rank: [call for call in self._pending[rank] if call.group == group] for rank in self._members[group]
                 if rank in self._snapshots
             }  # fmt: skip
             if len(pending) > 1 and len(pending) == len(self._members[group]) and all(pending.values()):
-                one = pending[min(pending)][0]
-                verdict = f"{name_ranks(pending)} are all in {_short(one)}, {one.place}, and it does not end"
+                call = pending[min(pending)][0]
+                verdict = f"{name_ranks(pending)} are all in {_short(call)}, {call.place}, and it does not end"
                 return Verdict(verdict, "the links between them: `hfdist doctor` tests each pair of ranks", waits)
         return None
 
@@ -214,28 +214,28 @@ class HangCase:
         """Say of each collective that has not ended who is in it, and who has not come to it."""
         found: dict[tuple[str, int, str], WaitingRanks] = {}
         for rank, pending in sorted(self._pending.items()):
-            for one in pending[:1]:
-                missing = [other for other in self._partners(rank, one) if not self._has_begun(other, one)]
-                key = one.group, one.number, one.name if one.is_p2p else ""
+            for call in pending[:1]:
+                missing = [other for other in self._partners(rank, call) if not self._has_begun(other, call)]
+                key = call.group, call.number, call.name if call.is_p2p else ""
                 if missing:
                     waiting = [*(found[key].waiting if key in found else []), rank]
-                    found[key] = WaitingRanks(waiting, missing, f"{_short(one)}, {one.place}")
+                    found[key] = WaitingRanks(waiting, missing, f"{_short(call)}, {call.place}")
         return list(found.values())
 
-    def _partners(self, rank: int, one: Collective) -> list[int]:
+    def _partners(self, rank: int, call: Collective) -> list[int]:
         """Give the other ranks of the group, or the one at the other end, as of `nccl:recv 0<-1`."""
-        members = self._members[one.group]
-        end = re.search(r"(?:->|<-)(\d+)$", one.name) if one.is_p2p else None
-        if one.is_p2p:
+        members = self._members[call.group]
+        end = re.search(r"(?:->|<-)(\d+)$", call.name) if call.is_p2p else None
+        if call.is_p2p:
             members = [members[int(end[1])]] if end is not None and int(end[1]) < len(members) else []
         return [other for other in members if other != rank and other in self._beats]
 
-    def _has_begun(self, rank: int, one: Collective) -> bool:
+    def _has_begun(self, rank: int, call: Collective) -> bool:
         if rank not in self._snapshots:
-            # A silent rank has none; of one whose machine has a disk of its own nothing is known.
+            # A silent rank has none; of a rank whose machine has a disk of its own nothing is known.
             return rank not in self._silent
         # Of the two ends of a message, both have numbers of their own.
-        return not one.is_p2p and self._newest.get((one.group, rank), 0) >= one.number
+        return not call.is_p2p and self._newest.get((call.group, rank), 0) >= call.number
 
     # ---- words ----
 
@@ -277,13 +277,13 @@ class HangCase:
         return f"rank-{rank:05d}.txt"
 
 
-def _kind(one: Collective, knows_sizes: bool) -> str:
+def _kind(call: Collective, knows_sizes: bool) -> str:
     """Give the part of a collective that must be equal on all ranks of a group."""
-    return f"{one.name} {one.sizes}" if knows_sizes and any(name in one.name for name in _SAME_SIZES) else one.name
+    return f"{call.name} {call.sizes}" if knows_sizes and any(name in call.name for name in _SAME_SIZES) else call.name
 
 
-def _short(one: Collective) -> str:
+def _short(call: Collective) -> str:
     """Give the name of a collective without the backend's, and the sizes of its tensors."""
-    name = one.name.partition(":")[2] or one.name
-    sizes = ", ".join("x".join(map(str, size)) or "1" for size in one.sizes[:2])
+    name = call.name.partition(":")[2] or call.name
+    sizes = ", ".join("x".join(map(str, size)) or "1" for size in call.sizes[:2])
     return f"{name} of {sizes}" if sizes else name

@@ -17,7 +17,7 @@ def nothing_to_train_on() -> DataError:
     """Give the error of a stream that has ended before its first step."""
     what = "the data have ended, and there was nothing in them to train on"
     found = "only rows that are empty, bad, held out or quarantined"
-    return DataError(what, where="data.sources", found=found, hint="python recipes/audit.py run=... counts them")
+    return DataError(what, where="data.sources", found=found, hint="hfdist audit run=... counts them")
 
 
 def check_eval_data(data: object, *, is_needed: bool) -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
+import torch.distributed as dist
 import transformers
 import transformers.trainer
 from accelerate import Accelerator
@@ -234,10 +235,14 @@ class EngineTrainer(transformers.Trainer):
         self.state.num_input_tokens_seen = self.throughput.tokens or self.state.num_input_tokens_seen
 
     def store_flos(self) -> None:
-        """As the original, which sums over all processes; the ranks of a model replica count the same tokens."""
-        if self.strategy is not None:
-            self.current_flos /= self.args.world_size // self.strategy.topology.data
-        super().store_flos()
+        """As the original, which sums in float32; and the ranks of a model replica count the same tokens."""
+        if self.strategy is None or not dist.is_initialized():
+            super().store_flos()
+            return
+        total = torch.tensor(self.current_flos, dtype=torch.float64, device=self.args.device)
+        dist.all_reduce(total)
+        self.state.total_flos += total.item() / (self.args.world_size // self.strategy.topology.data)
+        self.current_flos = 0
 
     def _flops_per_token(self, sequence_length: int) -> float:
         return flops_per_token(cast(PreTrainedModel, self.model).config, self._engine.size, sequence_length)

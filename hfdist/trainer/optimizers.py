@@ -55,7 +55,7 @@ class OwnOptimizer:
 
 
 class Optimizers:
-    """The optimizer of a Trainer with an engine, which is just made: one that it has is the user's own.
+    """The optimizer of a Trainer with an engine. Make it before the Trainer has one that is not the user's.
 
     `base_width`: see `RunOptions`.
     """
@@ -65,7 +65,7 @@ class Optimizers:
         trainer = training.trainer
         self._own = None if trainer.optimizer is None else OwnOptimizer(trainer.optimizer, training.model)
         self._own_schedule = trainer.lr_scheduler
-        self._kept: dict[tuple[str, str], Any] = {}
+        self._earlier_state: dict[tuple[str, str], Any] = {}
         """State from before the training, by parameter and key, for layouts that step other tensors."""
 
     @contextmanager
@@ -83,17 +83,17 @@ class Optimizers:
             if trainer.lr_scheduler is None:
                 trainer.lr_scheduler = self._own_schedule
             if ready is None or trainer.optimizer is not ready:
-                # A class's own may set it alone, and give nothing back.
+                # An override may set it alone, and give nothing back.
                 made = make(*more, **named)
                 ready = trainer.optimizer = self._make_ready(trainer.optimizer if made is None else made, engine)
             return ready
 
-        # Of the instance, so that a class's own is made ready, too.
-        vars(trainer)["create_optimizer"] = create_optimizer
+        # An attribute of the object, so that what an override of the class makes is made ready, too.
+        trainer.create_optimizer = create_optimizer  # type: ignore[method-assign, assignment]
         try:
             yield
         finally:
-            del vars(trainer)["create_optimizer"]
+            del trainer.create_optimizer
 
     def _make_ready(self, optimizer: torch.optim.Optimizer, engine: Engine) -> torch.optim.Optimizer:
         check(optimizer, engine.optimizer_sees, is_saved=self._training.args.save_strategy != "no")
@@ -114,20 +114,20 @@ class Optimizers:
         states = {key: state for key, state in optimizer.state.items() if id(key) in names}
         for parameter, state in states.items():
             whole = {key: value.full_tensor() if isinstance(value, DTensor) else value for key, value in state.items()}
-            self._kept |= {(names[id(parameter)], key): value for key, value in whole.items()}
+            self._earlier_state |= {(names[id(parameter)], key): value for key, value in whole.items()}
             del optimizer.state[parameter]
         # DeepSpeed would replace torch's Adagrad by one without groups.
         return Joined([optimizer]) if isinstance(optimizer, torch.optim.Adagrad) else optimizer
 
     def begin(self, engine: Engine) -> None:
         """Give the optimizer back what it has kept from before, and tell it that a training begins."""
-        for piece in engine.pieces() if self._kept else ():
-            value = self._kept.get((piece.name, piece.key.removeprefix("#")))
+        for piece in engine.pieces() if self._earlier_state else ():
+            value = self._earlier_state.get((piece.name, piece.key.removeprefix("#")))
             if torch.is_tensor(value) and value.numel() == piece.total:
                 piece.view.copy_(piece.of_whole(value))
             elif value is not None and piece.set_number is not None:
                 piece.set_number(value)
-        self._kept = {}
+        self._earlier_state = {}
         # accelerate's, or DeepSpeed's.
         cast(AcceleratedOptimizer, self._training.optimizer).train()
 

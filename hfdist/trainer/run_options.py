@@ -36,4 +36,4 @@ class RunOptions(SaveOptions):
 
     def telling(self) -> AbstractContextManager[None]:
         """Tell mistakes of the block in keys where a run has a config, else in arguments of Python."""
-        return nullcontext() if self.run_values is not None else speaking_python()
+        return nullcontext() if self.is_run else speaking_python()

@@ -35,9 +35,9 @@ def fit_sft(trainer: EngineTrainer) -> None:
     # It divides by the targets of the global batch, whatever the model's forward takes: count them.
     trainer.model_accepts_loss_kwargs = True
     trainer.weighted_loss.convention = _CONVENTION
-    own: Any = trainer
+    sft: Any = trainer
     # It would add the loss over routers of each micro batch.
-    own.aux_loss_enabled = False
+    sft.aux_loss_enabled = False
     # Of the stages of a pipeline only this path of TRL's forward runs their own blocks.
     trainer.router_loss.options = {"fused_lm_head": True}
     if not trainer.engine.runs_whole_model and getattr(trainer.data_collator, "padding_free", False):
@@ -59,17 +59,31 @@ def collate_rows(collate: Callable[[list[Any]], dict[str, Any]], items: Sequence
     }
 
 
+def count_rows(trainer: EngineTrainer, inputs: dict[str, torch.Tensor], counted: torch.Tensor | None) -> None:
+    """Count the tokens of all rows that `collate_rows` has put below each other; TRL counts the positions of one.
+
+    Do nothing to any other Trainer or batch. A collective of the ranks that have a loss.
+    """
+    if counted is None or trainer.engine is None or trainer.engine.runs_whole_model or "attention_mask" in inputs:
+        return
+    own: Any = trainer
+    if is_sft(type(trainer)) and own.model.training:
+        missed = own.accelerator.gather_for_metrics(counted.sum() - inputs["position_ids"].size(1)).sum()
+        own._total_train_tokens += missed.item()
+        own._metrics["train"]["num_tokens"] = [own._total_train_tokens]
+
+
 def share_metrics(trainer: EngineTrainer) -> None:
     """Give all ranks of a pipeline the metrics of an SFTTrainer; do nothing to any other. A collective."""
     if trainer.engine is None or trainer.engine.runs_whole_model or not is_sft(type(trainer)):
         return
-    own: Any = trainer
-    mode = "train" if own.model.training else "eval"
+    sft: Any = trainer
+    mode = "train" if sft.model.training else "eval"
     # Only those of this mode: shared metrics of the other mode would stay here, and count as this rank's own.
-    shared = _shared(own._metrics[mode], own._total_train_tokens)
+    shared = _shared(sft._metrics[mode], sft._total_train_tokens)
     if shared is not None:
-        metrics, own._total_train_tokens = shared
-        own._metrics[mode].update(metrics)
+        metrics, sft._total_train_tokens = shared
+        sft._metrics[mode].update(metrics)
 
 
 def _shared(metrics: dict[str, list[float]], num_tokens: float) -> tuple[dict[str, list[float]], float] | None:

@@ -32,7 +32,7 @@ from hfdist.strategies.engine import Batch, Engine
 from hfdist.trainer.accelerator import adapt_accelerator
 from hfdist.trainer.checkpointing.checkpointer import Checkpointer
 from hfdist.trainer.checkpointing.log_history import drop_old
-from hfdist.trainer.checkpointing.trainer_state import intervals_of
+from hfdist.trainer.checkpointing.trainer_state import with_intervals_of
 from hfdist.trainer.data_errors import check_eval_data, no_step_in_pass, nothing_to_train_on
 from hfdist.trainer.engine_setup import build_engine, check_has_logits, distribute, find_strategy
 from hfdist.trainer.engine_trainer import EngineTrainer
@@ -46,7 +46,7 @@ from hfdist.trainer.named_arguments import arguments_by_name
 from hfdist.trainer.optimizers import Optimizers
 from hfdist.trainer.row_check import check_lengths
 from hfdist.trainer.run_options import RunOptions
-from hfdist.trainer.sft import fit_sft, share_metrics
+from hfdist.trainer.sft import count_rows, fit_sft, share_metrics
 from hfdist.trainer.step.lean_callbacks import use_lean_handler
 from hfdist.trainer.step.listed_gradients import zeroing_from_list
 from hfdist.trainer.step.loss import WeightedLoss, num_input_tokens, num_losses
@@ -242,7 +242,7 @@ class DistributedTrainerMixin(_Trainer):
         args = max_steps, steps_per_epoch, num_epochs, resume_from_checkpoint, trial
         if self.engine is None or resume_from_checkpoint is None:
             return super()._init_training_state(*args)
-        with intervals_of(Path(resume_from_checkpoint), self.args):
+        with with_intervals_of(Path(resume_from_checkpoint), self.args):
             begun = super()._init_training_state(*args)
         # The values of this training; the original would keep those of the checkpoint.
         self.state.train_batch_size = self.args.per_device_train_batch_size
@@ -419,6 +419,7 @@ class DistributedTrainerMixin(_Trainer):
             result = self._class_loss(model, inputs, return_outputs, num_items_in_batch)
         if self.engine is None:
             return result
+        count_rows(self, inputs, counted)
         loss, *outputs = result if return_outputs else (result,)
         of_routers = self.router_loss.take()
         if of_routers is not None:
@@ -515,7 +516,7 @@ class DistributedTrainerMixin(_Trainer):
         elif self.engine is not None:
             # The original takes any line for that of the step, which then would be missing on this rank alone.
             self.control.should_log = is_due
-        if self.options.run_values is not None:
+        if self.options.is_run:
             # A run logs each step: a million lines take half a GB of memory, and more with many saves.
             drop_old(self.state.log_history)
 

@@ -9,7 +9,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hfdist.config.task import TaskConfig
 from hfdist.strategies.engine import Forward
-from hfdist.trainer.generation.continuation import can_generate
+from hfdist.trainer.generation.continuation import can_use_cache
 from hfdist.trainer.generation.limits import find_limits
 from hfdist.trainer.generation.row_images import RowImages
 from hfdist.trainer.generation.sampling import Sampler, Sampling
@@ -24,7 +24,7 @@ def make_sampler(training: Training, tokenizer: PreTrainedTokenizerBase, task: T
         limits=find_limits(training.model, tokenizer, task.max_new_tokens, where="task.max_new_tokens"),
         sampling=Sampling.of(task),
         topology=topology,
-        uses_cache=can_generate(cast(PreTrainedModel, training.model), topology),
+        uses_cache=can_use_cache(cast(PreTrainedModel, training.model), topology),
     )
 
 

@@ -161,10 +161,9 @@ def compare_runs(ours: Path, reference: Path, bounds: Bounds) -> tuple[Row, ...]
     Gradients are left out where the optimizer keeps none of them, as plain SGD does.
     """
     first, last = step_name(1), _last_step(reference)
-    weights = _weights(reference, last)
+    weights, gradients = _weights(reference, last), _gradients(reference, first)
     if not torch.cuda.is_available():
         bounds = bounds.on_cpu(max((tensor.numel() for tensor in weights.values()), default=0))
-    gradients = _gradients(reference, first)
     of_step_1 = [compare("gradients of step 1", _gradients(ours, first), gradients, bounds.gradient)]
     return (
         compare("loss", _metric(ours, "loss"), _metric(reference, "loss"), bounds.loss),
@@ -187,10 +186,8 @@ def compare(what: str, ours: Named, reference: Named, bound: float) -> Row:
         if name not in ours or name not in reference or ours[name].shape != reference[name].shape
     )
     if unpaired or not reference:
-        worst = (
-            f"only in one, or of another shape: {list_first(unpaired)}" if unpaired else "there is nothing to compare"
-        )
-        return Row(what, math.inf, worst, bound)
+        names = f"only in one, or of another shape: {list_first(unpaired)}"
+        return Row(what, math.inf, names if unpaired else "there is nothing to compare", bound)
     floor = FLOOR * max(_largest(tensor) for tensor in reference.values())
     differences = {name: _difference(ours[name], tensor, floor) for name, tensor in reference.items()}
     # What is not a number is worse than any number.

@@ -168,28 +168,28 @@ class Watcher:
     # ---- the thread that judges: it never touches the store ----
 
     def _judge(self) -> None:
-        came = -1, 0.0
+        newest, came = -1, 0.0  # the number of rank 0's newest heartbeat, and when it came
         last, answered = time.monotonic(), None
         while not self._over.wait(self._beat_seconds / 2):
             now = time.monotonic()
             if now - last > 3 * self._beat_seconds:
                 # This rank itself was stopped, as in a suspended job: it must first hear the others again.
-                came = -1, 0.0
+                newest = -1
             last, first = now, self._first
-            if came[0] != first.number:
-                came = first.number, now
+            if newest != first.number:
+                newest, came = first.number, now
             # By its own clock, and not by what came back from a store that may be gone.
             own = PeerState(self._own_beat(0))
             is_first = self._store.rank == 0
             if (asked := first.asked) not in (None, answered):
                 answered = asked
                 self._begin_answer(self._folder.with_name(str(asked)), now)
-            told = Digest.merged([Digest.of(own, self._beat_seconds), self._digest(now)])
+            of_all = Digest.merged([Digest.of(own, self._beat_seconds), self._digest(now)])
             # Then rank 0 looks at each rank: thousands take their time.
-            is_suspect = is_first and told.is_suspect(self._heartbeat_seconds)
+            is_suspect = is_first and of_all.is_suspect(self._heartbeat_seconds)
             self._asks_each = is_suspect or now < self._asks_until
             followed = self._below(now) if is_suspect else {}
-            self._peers = {self._store.rank: own} | (followed if is_first else {0: PeerState(first, now - came[1])})
+            self._peers = {self._store.rank: own} | (followed if is_first else {0: PeerState(first, now - came)})
             verdict = self._verdict or (self._find(self._peers) if is_suspect or not is_first else None)
             if verdict is not None:
                 self._silent = {

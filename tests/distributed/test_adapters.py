@@ -13,8 +13,8 @@ from hfdist.models import TrainableParameters, build_model, find_architecture
 from hfdist.models.quantize import packed_shapes
 from hfdist.planning.tracing.memory import trace_rank
 from hfdist.strategies.engine import Engine
+from hfdist.strategies.from_python import make_strategy
 from hfdist.strategies.gradients.reduction import local_tensor
-from hfdist.strategies.select import make_strategy
 from hfdist.testing import forget_parent, run_ranks
 from hfdist.verify.certificate import BOUNDS, compare_runs
 from tests.distributed.runs import eval_losses, losses, pretrain

@@ -15,8 +15,9 @@ from hfdist.errors import ConfigError
 from hfdist.strategies.pipelines.pipeline import PipelineEngine
 from hfdist.testing import RankFailed
 from hfdist.verify.check import answers, command, small_run
-from hfdist.verify.check.answers import Checker, Verdict
+from hfdist.verify.check.answers import Checker, Verdict, largest_difference
 from hfdist.verify.check.questions import Question, ask_layouts, ask_others, ask_tasks
+from hfdist.verify.check.small_run import Step
 from tests.distributed.runs import losses, pretrain
 from tests.marks import many
 from tests.zoo.models import tiny_config
@@ -65,6 +66,18 @@ def test_the_real_sizes_count(tmp_path):
     answer = Checker(str(tmp_path)).answer(layout("pipeline"))
     assert answer.verdict is Verdict.no
     assert "block" in answer.reason.what
+
+
+@pytest.mark.parametrize(
+    ("ours", "reference", "difference"),
+    [((4.0, 0.0), (4.0, 0.0), 0.0), ((4.0, 1e-9), (4.0, 0.0), float("inf")), ((4.0, 1.5), (4.0, 1.0), 0.5)],
+)
+def test_norms_may_be_zero(ours, reference, difference):
+    assert largest_difference([Step(*ours)], [Step(*reference)]) == difference
+
+
+def test_numbers_that_are_none_differ_most():
+    assert largest_difference([Step(1.0, float("nan"))], [Step(1.0, 1.0)]) == float("inf")
 
 
 def test_a_layout_that_computes_something_else_is_seen(monkeypatch):

@@ -129,22 +129,24 @@ class Given(nn.Module):
         return (self.weight * gradient).sum()
 
 
-def exchange(kind, is_bad_at):
-    """Each rank's gradients, and what it got for them, by step."""
+def exchange(kind, is_bad_at, scales=(1.0,) * 40):
+    """Each rank's gradients, and what it got for them, by step, each with its loss scale."""
     model = DistributedDataParallel(Given())
     config = StrategyConfig(compression=Compression[kind], compression_warmup_steps=2, compression_share=0.1)
     topology = config.topology(2, rank=dist.get_rank())
-    GradientCompressor(model.module, topology, config).register(model)
+    compressor = GradientCompressor(model.module, topology, config)
+    compressor.register(model)
     random = torch.Generator().manual_seed(dist.get_rank())
     given, got = [], []
-    for number in range(40):
+    for number, scale in enumerate(scales):
         gradient = torch.randn(64, 96, generator=random)
         if number == is_bad_at and dist.get_rank() == 1:
             gradient[3, 5] = float("nan")
         model.zero_grad()
-        model(gradient).backward()
+        compressor.scaler = torch.amp.GradScaler("cpu", init_scale=scale)
+        compressor.scaler.scale(model(gradient)).backward()
         given.append(gradient.numpy())
-        got.append(model.module.weight.grad.clone().numpy())
+        got.append(model.module.weight.grad.div(scale).numpy())
     return given, got
 
 
@@ -160,6 +162,13 @@ def test_what_is_left_out_comes_later(kind):
     correlation = (late * sent).sum() / ((late**2).sum() * (sent**2).sum()) ** 0.5
     of_one = (mean[2] * got[2]).sum() / ((mean[2] ** 2).sum() * (got[2] ** 2).sum()) ** 0.5
     assert correlation > of_one
+
+
+@pytest.mark.parametrize("kind", ["topk", "powersgd"])
+def test_a_loss_scale_that_changes_changes_nothing(kind):
+    plain, scaled = (run_ranks(exchange, 2, kind, None, scales) for scales in ([1.0] * 8, [1.0, 8.0, 8.0, 2.0] * 2))
+    for (_, got), (_, of_scaled) in zip(plain, scaled, strict=True):
+        assert all(abs(a - b).max() < 1e-5 for a, b in zip(got, of_scaled, strict=True))
 
 
 @pytest.mark.parametrize("kind", ["topk", many("powersgd"), "fp16"])

@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hfdist.collectives import gather_json, on_all_ranks, on_rank_zero, rank, world_size
+from hfdist.collectives import broadcast_text, gather_json, on_all_ranks, on_rank_zero, rank, world_size
 from hfdist.control_group import ControlGroup, exchange_json, machines
 from hfdist.errors import DataError
 from hfdist.testing import run_ranks
@@ -44,6 +44,8 @@ def speak(machine_of_rank):
     assert torch.stack(gathered()).tolist() == [[[float(number)]] * 2 for number in range(size)]
     assert on_rank_zero(lambda: texts[2] if own == 0 else None, group) == texts[2]
     assert on_rank_zero(lambda: own, group) == 0
+    # Also where another rank has a longer text.
+    assert broadcast_text(b"z" * 3000 * (1 + own), None) == b"z" * 3000
 
     def fail():
         if own == size - 1:

@@ -14,7 +14,7 @@ from hfdist.config.islands import Codec, IslandMethod, IslandsConfig
 from hfdist.data import TokenStream
 from hfdist.islands import rounds, transport
 from hfdist.islands.member import Member
-from hfdist.islands.outer import share_out
+from hfdist.islands.owned_pieces import share_out
 from hfdist.islands.transport import Transport
 from hfdist.planning.island_traffic import island_traffic
 from hfdist.records import RunFolder, read_lines

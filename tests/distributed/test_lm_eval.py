@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import sys
 
 import pytest
 
@@ -47,6 +48,14 @@ def test_the_results_become_figures_and_a_table():
 
 def test_the_error_of_the_harness_is_told():
     with pytest.raises(lm_eval.HarnessError, match=r"^TypeError: measure\(\) missing 6 required"):
+        lm_eval._run_child("measure", {})
+
+
+def test_a_part_of_an_answer_is_an_error_of_the_harness(monkeypatch):
+    """As a full disk leaves it."""
+    code = "import sys; open(sys.argv[1], 'w').write('{\"answer\": ['); sys.exit('No space left')"
+    monkeypatch.setattr(lm_eval, "module", lambda *words: [sys.executable, "-S", "-c", code, words[-1]])
+    with pytest.raises(lm_eval.HarnessError, match="No space left"):
         lm_eval._run_child("measure", {})
 
 

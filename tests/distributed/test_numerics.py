@@ -181,7 +181,7 @@ def test_what_does_not_pass_stops_the_run_and_names_the_documents(cache_dir, tmp
     assert "where:   step 5\n" in text
     named = re.search(rf"found:   its loss is not finite on data rank {num_processes - 1}\n +it read (\S+?),? ", text)
     assert f"'data.quarantine=[{named[1]}" in text
-    assert f"recipes/audit.py run={tmp_path} step=5" in text
+    assert f"hfdist audit run={tmp_path} step=5" in text
     run = open_past_run(tmp_path, compose_config([*SMALL, f"run.dir={tmp_path}", *settings]))
     assert any(named[1] in line for line in describe_step(run, 5, shows_all_text=False))
     assert newest_whole(tmp_path) == "step-00000003"

@@ -20,10 +20,10 @@ from hfdist.config.strategy import Schedule
 from hfdist.errors import ConfigError, PartitionError
 from hfdist.models.blocks import find_block_parts
 from hfdist.models.initialize import initialize_by_name
+from hfdist.pipeline.channel import P2PChannel
 from hfdist.pipeline.pipeline import Pipeline
 from hfdist.pipeline.schedule import rank_of_stage
 from hfdist.pipeline.split import split_at_blocks
-from hfdist.pipeline.stage_io import P2PChannel
 from hfdist.pipeline.timeline import Recorder
 from hfdist.strategies.engine import TrainerHooks
 from hfdist.testing import run_ranks

@@ -13,6 +13,7 @@ from hfdist.errors import ConfigError, DataError, PartitionError
 from hfdist.records import RunFolder
 from hfdist.run.callbacks.metrics import TimelineWriter
 from hfdist.testing import run_ranks
+from hfdist.trainer.fault_tolerance.bit_comparison import find_differences
 from tests.distributed.trainers import on_ranks
 from tests.marks import many
 
@@ -62,6 +63,23 @@ def both(tmp_path_factory):
     logged = {size: run_ranks(train, size, folders[size], size, group=size > 1) for size in folders}
     models = {size: AutoModelForCausalLM.from_pretrained(folder / "model") for size, folder in folders.items()}
     return logged, models
+
+
+def compare_ends():
+    strategy = hfdist.make_strategy(pipeline=2, global_batch_size=2, micro_batch_size=1, sequence_length=16)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model("llama", tie_word_embeddings=True, **TINY))
+    engine = strategy.build(model)
+    equal = find_differences(engine.whole_parameters())
+    with torch.no_grad():
+        engine.model.get_parameter("model.embed_tokens.weight")[3, 4] += dist.get_rank()
+    return equal, find_differences(engine.whole_parameters())
+
+
+def test_a_head_that_is_no_longer_its_embedding_shows():
+    for equal, (line,) in run_ranks(compare_ends, 2):
+        assert equal == []
+        assert line.startswith("model.embed_tokens.weight of pipeline ranks 0, 1: rank 0 on ")
 
 
 def test_it_logs_and_evaluates_as_one_process_does(both):

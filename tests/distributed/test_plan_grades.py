@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from hfdist.planning.machines import STEPS, measured_cpu
+from hfdist.planning.machines import STEPS, measure_cpu_once
 from hfdist.run import own_plan
 from tests.distributed.runs import pretrain, weights
 from tests.marks import many
@@ -15,7 +15,7 @@ PLANNED = ("report.plan=true", "train.max_steps=6", "data.eval_sequences=1")
 @pytest.fixture(autouse=True)
 def cached(cache_dir):
     """The machine is measured here: a rank of a rank would wait for ever for the watchdog of faulthandler."""
-    measured_cpu(cache_dir, 1)
+    measure_cpu_once(cache_dir, 1)
 
 
 def items_of(run_dir):

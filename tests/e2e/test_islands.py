@@ -108,3 +108,4 @@ def test_a_port_that_is_taken_is_named(tmp_path):
         done = run_forked("serve", "host=127.0.0.1", f"port={port}", cwd=tmp_path, script=command.__file__)
     assert done.returncode == 2
     assert f"127.0.0.1, {port}" in done.stderr
+    assert "another port, such as port=29601" in done.stderr

@@ -1,6 +1,8 @@
 """Adapters: checked against PEFT, put into a model, kept under PEFT's names; and freezing by name."""
 
 import logging
+from contextlib import nullcontext
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,7 +17,10 @@ from peft import (
     get_peft_model,
 )
 from safetensors.torch import save_file
-from transformers import AutoConfig, AutoModelForCausalLM
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.processors import TemplateProcessing
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from hfdist.checkpoint import read_checkpoint
 from hfdist.config.composition.compose import compose_config
@@ -25,6 +30,7 @@ from hfdist.models.adapter import check_adapted, wrap_model
 from hfdist.models.partitioning import Partitioning
 from hfdist.models.peft_config import check_adapter, reads_weights
 from hfdist.models.trainable import freeze_by_name
+from hfdist.run.parts.sample import SamplePart, _find_question
 from hfdist.strategies.pieces import list_pieces
 from hfdist.trainer.checkpointing.model_files import adapter_pieces, check_adapter_names, write_adapter_config
 from tests.unit.pipeline import toys
@@ -145,6 +151,28 @@ def test_a_saved_adapter_goes_on_in_a_model_with_buffers(tmp_path):
     assert torch.equal(logits(first), logits(second))
 
 
+def test_an_adapter_that_is_not_merged_writes_a_sample(base, tmp_path, caplog):
+    """Its folder has no config of the model, and names the base."""
+    model = build(base, "adapter=lora")
+    save_adapter(model, tmp_path / "adapter")
+    config = compose(base, "adapter=lora", "adapter.merge=false", "report.sample_prompt=a", "report.sample_tokens=3")
+    words = Tokenizer(WordLevel({"</s>": 0, "a": 1}, unk_token="a"))
+    words.post_processor = TemplateProcessing(single="$A </s>", special_tokens=[("</s>", 0)])
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="</s>")
+    run = SimpleNamespace(
+        config=config,
+        budget=SimpleNamespace(stopped_by=None),
+        data=SimpleNamespace(tokenizer=tokenizer),
+        model=model,
+        outcome=SimpleNamespace(folder=tmp_path / "adapter"),
+        trainer=SimpleNamespace(args=None, strategy=SimpleNamespace(without_partitioning=nullcontext)),
+    )
+    with caplog.at_level(logging.INFO, logger="hfdist"):
+        SamplePart().finish(run)
+    assert f"{tmp_path / 'adapter'} continues 'a':\n" in caplog.text
+    assert _find_question(run).prompt == [1], "nothing comes after the end of a text"
+
+
 def test_the_same_seed_gives_the_same_adapter_and_another_another(base):
     def drawn(seed):
         model = build(base, "adapter=lora", seed=seed)
@@ -172,7 +200,7 @@ class Layout(Partitioning):
     """A layout of which ranks have parts of weights."""
 
     @property
-    def shares(self):
+    def sharing_keys(self):
         return "strategy.sharding=zero3"
 
 

@@ -4,6 +4,7 @@ import itertools
 import os
 import random
 import signal
+import threading
 import time
 from contextlib import suppress
 
@@ -294,6 +295,15 @@ def test_a_command_that_fails_is_a_warning(watch, monkeypatch, caplog, alert_com
     train(alerts)
     assert time.monotonic() - begin < 30
     assert words in caplog.text
+
+
+def test_a_command_for_which_no_thread_can_be_started_is_a_warning(monkeypatch, caplog):
+    def refuse(_):
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    command.AlertCommand("true").start({"step": 1})
+    assert "cannot be started: can't start new thread" in caplog.text
 
 
 def test_a_command_is_killed_with_its_children_and_what_it_leaves_running_is_not_waited_for(

@@ -1,6 +1,8 @@
 """What `hfdist bandwidth` makes of times: NCCL's definitions, the link of a plan, the table; and its command line."""
 
+import socket
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
@@ -31,7 +33,9 @@ from hfdist.tools.doctor.bandwidth.figures import (
     table,
 )
 from hfdist.tools.doctor.bandwidth.hardware_file import write_hardware
-from hfdist.tools.doctor.bandwidth.measure import groups_of
+from hfdist.tools.doctor.bandwidth.measure import RankGroup, groups_of, have_measured
+from hfdist.tools.doctor.rendezvous import Rendezvous
+from hfdist.topology import read_launcher
 from tests.unit.planning.layouts import make_layout
 
 
@@ -113,6 +117,29 @@ def test_groups_are_of_all_within_and_between_machines():
         (ALL, [0, 1, 2, 3, 4]), (IN_MACHINE, [0, 1]), (IN_MACHINE, [2, 3]), (BETWEEN, [0, 2, 4])]  # fmt: skip
 
 
+def test_a_group_waits_for_ranks_that_are_busy_in_an_earlier_one(monkeypatch):
+    """Rank 0 has a machine alone; rank 1 first measures its own machine, beside rank 2."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        monkeypatch.setenv("MASTER_PORT", str(free.getsockname()[1]))
+    monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+    place = read_launcher()
+    first, second = (Rendezvous(replace(place, rank=rank, world_size=3)) for rank in range(2))
+    groups, between = [RankGroup(ALL, [0, 1, 2]), RankGroup(IN_MACHINE, [1, 2])], [0, 1]
+    first.tell("measured-0", True)
+    second.tell("measured-0", True)
+    assert have_measured(first, groups[:1], between)
+    assert not have_measured(first, groups, between, seconds=0.1)
+    with ThreadPoolExecutor() as threads:
+        waiting = threads.submit(have_measured, first, groups, between)
+        with pytest.raises(TimeoutError):
+            waiting.result(0.2)
+        second.tell("measured-1", True)
+        assert waiting.result(30)
+    second.tell("measured-1", False)
+    assert not have_measured(first, groups, between), "it would wait for a rank that does not come"
+
+
 def test_columns_of_the_table_stand_below_each_other():
     figures = [figure(kind, size) for kind in KINDS for size in (1 << 10, 1 << 26)]
     lines = list(table(slowest([*figures, figure(group=BETWEEN, num_ranks=2, runs_as="gloo:all_reduce")])))
@@ -160,6 +187,7 @@ def test_a_plan_reads_the_file_with_the_measured_links(tmp_path):
         (["hardware=h100_80gb"], ("no file", "out=h100_80gb_measured.yaml")),
         (["hardware=h100", "out=own.yaml"], ("h100", "h100_")),
         (["call_seconds=0"], ("call_seconds", "call_seconds=2")),
+        (["call_seconds=99999999999999"], ("call_seconds", "at most 86400")),
     ],
 )
 def test_a_mistake_is_said_before_ranks_are_started(arguments, words, monkeypatch, capsys):

@@ -17,11 +17,11 @@ from hfdist import apart
 from hfdist.apart import do_apart
 from hfdist.config.model import AdapterConfig, Init, ModelConfig, TokenizerConfig
 from hfdist.errors import ConfigError, HfdistError
-from hfdist.models import TrainableParameters, build_model, find_architecture, load_tokenizer
+from hfdist.models import TrainableParameters, build_model, find_architecture
 from hfdist.models.gguf import convert_gguf
 from hfdist.models.peft_config import check_adapter
 from hfdist.models.resolve import resolve_model
-from hfdist.models.tokenizer import train_bpe
+from hfdist.models.tokenizer import load_pretrained_tokenizer, train_bpe
 from tests.huge_pages import use_huge_pages
 from tests.marks import many
 
@@ -89,7 +89,7 @@ def open_all(folder):
     check_adapter(adapter, given)
     model = resolve_model(given, cache_dir=folder / "cache").model
     architecture = find_architecture(model, sequence_length=8)
-    load_tokenizer(model, corpus_id="", texts=lambda _: (), cache_dir=folder / "cache")
+    load_pretrained_tokenizer(model, cache_dir=folder / "cache")
     build_model(model, architecture, seed=0, trained=TrainableParameters(adapter=adapter))
 
 

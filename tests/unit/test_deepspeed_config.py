@@ -10,7 +10,7 @@ from hfdist.config.strategy import Offload, Sharding, StrategyConfig
 from hfdist.config.train import Precision, TrainConfig
 from hfdist.errors import ConfigError
 from hfdist.strategies.deepspeed.deepspeed_config import generate
-from hfdist.strategies.select import make_strategy
+from hfdist.strategies.from_python import make_strategy
 
 
 def config(strategy: StrategyConfig, train: TrainConfig | None = None, device_type: str = "cpu"):
@@ -51,6 +51,15 @@ def test_further_keys_are_merged_over_the_generated_ones():
     extra = {"zero_optimization": {"reduce_bucket_size": 1000, "round_robin_gradients": True}}
     section = config(StrategyConfig(sharding=Sharding.zero2, deepspeed=extra))["zero_optimization"]
     assert (section["reduce_bucket_size"], section["round_robin_gradients"], section["stage"]) == (1000, True, 2)
+
+
+def test_deepspeed_takes_a_field_by_either_of_its_names():
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+    extra = {"zero_optimization": {"prefetch_bucket_size": 1000, "stage3_max_live_parameters": 2000}}
+    section = config(StrategyConfig(sharding=Sharding.zero3, deepspeed=extra))["zero_optimization"]
+    read = DeepSpeedZeroConfig(**section)
+    assert (read.prefetch_bucket_size, read.max_live_parameters) == (1000, 2000)
 
 
 @pytest.mark.parametrize(
@@ -116,6 +125,9 @@ def test_further_keys_are_merged_over_the_generated_ones():
             "strategy.deepspeed.data_types.grad_accum_dtype",
         ),
         ({"train_batch_size": {}}, "strategy.deepspeed.train_batch_size", "int"),
+        ({7: 1}, "strategy.deepspeed.7", "does not go to DeepSpeed"),
+        ({"zero_optimization": {7: 1}}, "strategy.deepspeed.zero_optimization.7", "no such key"),
+        ({"data_types": {7: 1}}, "strategy.deepspeed.data_types.7", "no such key"),
     ],
 )
 def test_mistakes_name_the_full_key_and_the_way_out(extra, where, hint):

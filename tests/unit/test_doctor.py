@@ -17,6 +17,7 @@ from hfdist.tools.doctor.link_speed import offset_seconds
 from hfdist.tools.doctor.links import gloo_address
 from hfdist.tools.doctor.pairs import Pair, judge_clocks, judge_pairs, rounds
 from hfdist.tools.doctor.rendezvous import Rendezvous
+from hfdist.tools.doctor.shared_folder import check_same_folder
 from hfdist.topology import read_launcher
 
 GPUS = """\
@@ -83,6 +84,19 @@ def test_an_interface_that_is_not_there_is_an_error_and_an_empty_variable_names_
     assert machine.check_name(1).level != ERROR
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo,nosuch0")
     assert machine.check_name(1).level == ERROR
+
+
+def test_a_host_name_that_no_resolver_takes_is_a_finding(monkeypatch):
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    # Linux takes 64 characters, and a part of a name in DNS has 63 at most.
+    monkeypatch.setattr("platform.node", lambda: "a" * 64)
+    assert "has no address" in machine.check_name(1).text
+
+
+def test_a_shared_folder_whose_disk_fails_is_not_the_same_folder(tmp_path):
+    # A name that is too long stands for a disk that answers with an error.
+    (found,) = check_same_folder(tmp_path, "m" * 300, "node-b", "node-a")
+    assert found.level == ERROR
 
 
 def test_a_clock_that_is_off_is_named_with_its_direction():
@@ -160,6 +174,7 @@ def test_hosts_that_found_the_same_share_a_line_and_errors_come_first():
         (["procesess=2"], "processes=2"),
         (["processes=none"], "processes=2"),
         (["json=maybe"], "json="),
+        (["pair_seconds=99999999999999"], "at most 86400"),
         (["2"], "--help"),
     ],
 )

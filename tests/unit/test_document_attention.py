@@ -174,11 +174,18 @@ def test_a_kernel_that_does_not_run_or_differs_is_not_taken(monkeypatch, caplog)
     device = torch.device("cpu", 0)
     monkeypatch.setattr(document_attention, "_KERNEL_WORKS", {})
     document_attention._try_kernel(device)
-    monkeypatch.setattr(document_attention, "_differ_by_kernel", lambda _: 0.5)
+
+    def without_numbers(query, key, value, *_, **__):
+        return (query + (key + value).repeat_interleave(2, 1)) * torch.nan
+
+    monkeypatch.setattr(document_attention, "varlen_attn", without_numbers)
     document_attention._try_kernel(torch.device("cpu", 1))
-    assert document_attention._KERNEL_WORKS == {0: False, 1: False}
+    monkeypatch.setattr(document_attention, "_differ_by_kernel", lambda _: 0.5)
+    document_attention._try_kernel(torch.device("cpu", 2))
+    assert document_attention._KERNEL_WORKS == {0: False, 1: False, 2: False}
+    assert "differs by nan" in caplog.text
     assert "differs by 5e-01" in caplog.text
-    assert len(caplog.records) == 2
+    assert len(caplog.records) == 3
 
 
 def test_compiled_blocks_hold_the_kernel_without_a_break(monkeypatch):

@@ -6,6 +6,7 @@ from transformers import AutoConfig, AutoModel
 
 from hfdist.config.task import Head, Pooling
 from hfdist.errors import ConfigError
+from hfdist.models import encoders
 from hfdist.models.encoders import check_reads_no_further, check_reads_texts, takes_texts_apart
 from hfdist.models.shrink import shrink
 from hfdist.models.texts_apart import TextsApart
@@ -40,6 +41,17 @@ def test_decoders_are_none():
 def test_types_that_are_not_exact_are_refused(kind, head, said):
     with pytest.raises(ConfigError, match=said):
         check_reads_texts(AutoConfig.for_model(kind), head=head, longest=64)
+
+
+def test_what_is_no_number_beside_longer_texts_is_a_difference():
+    def forget_short_texts(module, args, named, output):
+        if "attention_mask" in named:
+            output.last_hidden_state[named["attention_mask"][:, 5] == 0] = torch.nan
+
+    model = AutoModel.from_config(shrink(AutoConfig.for_model("bert"))).eval()
+    assert encoders._differ_by_padding(model) <= encoders.BOUND
+    model.register_forward_hook(forget_short_texts, with_kwargs=True)
+    assert not encoders._differ_by_padding(model) <= encoders.BOUND
 
 
 def test_positions_that_no_token_has_do_not_count():

@@ -1,5 +1,6 @@
 """What a run says at its end."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,7 +12,7 @@ from hfdist.config.task import TaskName
 from hfdist.data import PoolReport
 from hfdist.records import RunRecord
 from hfdist.run.end_screen import describe_end
-from hfdist.run.ending import Ending
+from hfdist.run.ending import Ending, Graded
 
 CONFIG = compose_config(["model=tiny", "run.name=first", "train.max_steps=20"])
 RECORD = RunRecord(
@@ -33,10 +34,10 @@ PRETRAINED = Ending(
     left_out="1 empty",
     peak_bytes=[{"host": 714 << 20}],
     graded={
-        "peak memory": (708 << 20, 714 << 20),
-        "step": (0.044, 0.169),
-        "energy": (2e-6, 7.65e-6),
-        "MFU": (0.1, 0.2),
+        "peak memory": Graded(708 << 20, 714 << 20),
+        "step": Graded(0.044, 0.169),
+        "energy": Graded(2e-6, 7.65e-6),
+        "MFU": Graded(0.1, 0.2),
     },
 )
 
@@ -102,6 +103,28 @@ def test_an_adapter_that_is_not_merged_is_opened_by_peft(tmp_path):
     said = describe_end(end)
     assert "peft" not in said, "it is merged"
     assert f"  adapter   {end.adapter_folder}, which is merged" in said
+
+
+@pytest.mark.parametrize(
+    ("task", "names", "given"), [("reward", [], ", num_labels=1"), ("classify", ["a", "b", "c"], ", num_labels=3")]
+)
+def test_an_adapter_with_labels_says_how_many_its_base_needs(tmp_path, task, names, given):
+    end = replace(tuned(task, adapter=AdapterConfig(type="lora", merge=False)), folder=tmp_path)
+    end.config.data.labels.names[:] = names
+    try:
+        said = describe_end(end)
+    finally:
+        end.config.data.labels.names.clear()
+    folder = json.dumps(str(tmp_path))
+    opens = f"AutoPeftModelForSequenceClassification.from_pretrained({folder}{given})"
+    assert f"model, tokenizer = {opens}, AutoTokenizer.from_pretrained({folder})\n" in said
+
+
+def test_an_adapter_of_a_model_of_image_and_text_is_opened_by_transformers(tmp_path):
+    end = replace(tuned(adapter=AdapterConfig(type="lora", merge=False)), folder=tmp_path, model_type="llava")
+    said = describe_end(end)
+    assert "peft" not in said
+    assert "model, tokenizer = AutoModelForImageTextToText.from_pretrained(" in said
 
 
 def test_preferences_have_another_measure():

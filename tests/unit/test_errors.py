@@ -25,6 +25,10 @@ def test_control_characters_cannot_reach_the_terminal_and_long_values_are_cut():
     assert text.endswith(" ...")
 
 
+def test_several_values_are_one_text_for_another_process():
+    assert DataError("they are bad", found=("one", 2)).texts()["found"] == "one; 2"
+
+
 def test_exit_codes_are_the_documented_ones():
     kinds = ["Config", "Partition", "Data", "Checkpoint", "Numerics", "Peer", "Resource", "Preempted"]
     assert [getattr(errors, f"{kind}Error").exit_code for kind in kinds] == [2, 2, 3, 4, 5, 6, 7, 75]

@@ -9,12 +9,13 @@ import pytest
 import torch
 import torch.distributed as dist
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
+from torch.optim.lr_scheduler import LambdaLR
 from transformers import TrainerControl, TrainerState
 
 from hfdist.errors import ConfigError
 from hfdist.launch import gloo_interface
 from hfdist.run.process_group import agree_on_start, start_group_under_torchrun
-from hfdist.strategies.deepspeed.zero import _COUNTERS, ZeroEngine
+from hfdist.strategies.deepspeed.engine import COUNTERS, ZeroEngine
 from hfdist.testing import run_ranks
 from hfdist.trainer.fault_tolerance.bit_comparison import Difference, find_differences, sum_bits, vote
 from hfdist.trainer.fault_tolerance.nonfinite_steps import LEAST_LOSS_SCALE, NonfiniteGuard, propagate_nan
@@ -147,6 +148,24 @@ def test_a_watch_knows_when_an_evaluation_that_was_put_off_comes(tmp_path):
     assert watch.progress.exempt == EVALUATING
 
 
+def test_a_skipped_step_takes_back_a_rate_that_is_a_tensor():
+    guard = guard_of(zero_engine()[0])
+    training, weight = guard._training, torch.nn.Parameter(torch.ones(1))
+    training.optimizer = torch.optim.SGD([weight], lr=torch.tensor(1.0))
+    training.model, training.schedule = torch.nn.Linear(1, 1), LambdaLR(training.optimizer, lambda step: 0.5**step)
+    training.args, training.state = SimpleNamespace(fp16=False), TrainerState(global_step=1)
+    training.control, training.num_samples = TrainerControl(), lambda: 0
+    training.strategy = SimpleNamespace(topology=SimpleNamespace(data_rank=0))
+    training.trainer = SimpleNamespace(_tr_loss=torch.tensor(torch.nan), _globalstep_last_logged=0)
+    guard.begin_step()
+    guard.judge(torch.tensor(torch.nan))
+    training.optimizer.step()
+    training.schedule.step()
+    assert not guard.end_step()
+    assert float(training.optimizer.param_groups[0]["lr"]) == 1.0
+    assert isinstance(training.optimizer.param_groups[0]["lr"], torch.Tensor)
+
+
 def test_a_step_that_looks_for_a_loss_scale_is_not_taken_though_nothing_is_wrong():
     guard = guard_of(zero_engine(min_scale=1)[0])
     training = guard._training
@@ -207,7 +226,7 @@ def zero_engine(**settings):
     scaler = LossScaler(1024)
     if settings:
         scaler = DynamicLossScaler(2.0**16, 1000, delayed_shift=1, consecutive_hysteresis=False, **settings)
-    engine, counters = ZeroEngine(torch.nn.Linear(1, 1)), dict.fromkeys(_COUNTERS, 0)
+    engine, counters = ZeroEngine(torch.nn.Linear(1, 1)), dict.fromkeys(COUNTERS, 0)
     engine._engine = SimpleNamespace(optimizer=SimpleNamespace(loss_scaler=scaler), **counters)
     return engine, scaler
 

@@ -53,6 +53,10 @@ def answers():
     check_same_batch(batch, group, "tensor group")
     with pytest.raises(DataError, match="different batches"):
         check_same_batch(batch | {"features": torch.full((2, 3), 0.1 * (rank + 1))}, group, "tensor group")
+    # A rank may be given more tensors than others, or the same under other names.
+    for differs in ({f"mask {number}": batch["features"] for number in range(rank)}, {f"mask {rank}": torch.ones(2)}):
+        with pytest.raises(DataError, match="different batches"):
+            check_same_batch(batch | differs, group, "tensor group")
     return summed, kept.grad.tolist(), norm.item(), empty.item()
 
 

@@ -347,7 +347,7 @@ def test_what_could_not_be_tried_is_taken_only_where_it_is_asked_for(caplog):
 
 def test_few_logits_are_made_whole():
     class Sharded(Partitioning):
-        shares = "strategy.sharding"
+        sharing_keys = "strategy.sharding"
 
     def has_head(*overrides, layout=WHOLE, **more):
         rows = FEW_LOGITS // llama().config.vocab_size // 2

@@ -19,6 +19,7 @@ from hfdist.errors import ResourceError
 from hfdist.records import RunFolder, read_lines
 from hfdist.records.lines import earlier
 from hfdist.run.callbacks.metrics import MetricsWriter, ProgressBar, plot_losses
+from hfdist.run.callbacks.traffic import summarize
 from hfdist.run.parts.folder import Beginning
 from hfdist.run.parts.part import warning_of_failure
 from hfdist.testing import RankFailed, run_ranks
@@ -26,6 +27,15 @@ from hfdist.trainer.checkpointing.model_files import _save_tokenizer
 from hfdist.trainer.evaluation.loop import describe_figures
 
 LINES = [{"step": step, "loss": 1.0} for step in range(1, 9)]
+
+
+def test_traffic_is_summed_up_by_those_who_send():
+    """A rank may have no axis that the others have, and the others may send nothing along it."""
+    data, nothing = {"calls": 3, "kinds": {"all_reduce": 30}}, {"calls": 1, "kinds": {"send": 0}}
+    assert summarize([{"data": data}, {"pipeline": nothing}, {"data": {"calls": 1, "kinds": {"all_reduce": 6}}}]) == {
+        "data": {"sent_bytes": 30, "mean_bytes": 12, **data},
+        "pipeline": {"sent_bytes": 0, "mean_bytes": 0, **nothing},
+    }
 
 
 @pytest.fixture

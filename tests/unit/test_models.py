@@ -5,7 +5,7 @@ import shlex
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
 
 from hfdist.config.model import Dtype, Init, ModelConfig, TokenizerConfig
 from hfdist.errors import ConfigError, ResourceError
@@ -13,10 +13,13 @@ from hfdist.models import build_model, find_architecture, fit_vocabulary, load_t
 from hfdist.models.build import make_without_values
 from hfdist.models.experts import num_chosen_experts, num_experts
 from hfdist.models.flops import find_peak_flops, flops_per_token, measure_size, num_parameters
+from hfdist.models.frozen import find_frozen
 from hfdist.models.initialize import initialize_by_name
-from hfdist.models.probing import class_keeps_documents_apart, keeps_documents_apart
+from hfdist.models.partitioning import Partitioning
+from hfdist.models.probing import class_keeps_documents_apart, keeps_documents_apart, small_model
+from hfdist.models.resolve import resolve_model
 from hfdist.models.shrink import shrink
-from hfdist.models.tokenizer import train_bpe
+from hfdist.models.tokenizer import load_pretrained_tokenizer, train_bpe
 from hfdist.trainer.checkpointing.model_files import write_hub_files
 from tests.unit.tiny import llama
 
@@ -106,7 +109,7 @@ class TestTokenizer:
     def test_a_missing_one_is_one_message(self, tmp_path):
         config = ModelConfig(tokenizer=TokenizerConfig(name=str(tmp_path / "nothing")))
         with pytest.raises(ConfigError) as caught:
-            load_tokenizer(config, corpus_id="", texts=lambda _: [], cache_dir=tmp_path)
+            load_pretrained_tokenizer(config, cache_dir=tmp_path)
         assert caught.value.where == "model.tokenizer.name"
 
 
@@ -162,7 +165,7 @@ class TestArchitecture:
         AutoConfig.for_model("gpt2").save_pretrained(tmp_path)
         config = ModelConfig(tokenizer=TokenizerConfig(name=str(tmp_path)))
         with pytest.raises(ConfigError, match="make no tokenizer"):
-            load_tokenizer(config, corpus_id="", texts=lambda _: (), cache_dir=tmp_path)
+            load_pretrained_tokenizer(config, cache_dir=tmp_path)
 
     def test_a_folder_without_a_config_is_named(self, tokenizer, tmp_path):
         with pytest.raises(ConfigError) as caught:
@@ -209,6 +212,15 @@ class TestPretrained:
         with pytest.raises(ConfigError, match=r"without model\.config\.vocab_size"):
             load_architecture(smaller, larger, sequence_length=16)
 
+    def test_the_command_keeps_the_models_head(self, tokenizer):
+        architecture = AutoConfig.for_model("t5", vocab_size=100, architectures=["T5ForConditionalGeneration"])
+        with pytest.raises(ConfigError, match="import T5ForConditionalGeneration as Model"):
+            fit_vocabulary(
+                architecture,
+                tokenizer,
+                ModelConfig(name="t5", init=Init.pretrained, tokenizer=TokenizerConfig(name="t5")),
+            )
+
     def test_dtype_of_the_weights(self, tokenizer):
         config = ModelConfig(type="llama", config=TINY, dtype=Dtype.bfloat16)
         model = build_model(config, load_architecture(config, tokenizer, sequence_length=16), seed=0)
@@ -233,10 +245,52 @@ def test_packed_documents_do_not_see_each_other(tokenizer, attention):
     assert torch.allclose(first[:, 3:7], alone, atol=1e-5)
 
 
+def test_a_name_that_no_file_can_have_is_refused_as_any_other(tmp_path):
+    name = "x" * 300
+    with pytest.raises(ConfigError, match="no such folder"):
+        resolve_model(ModelConfig(name=f"./{name}"), cache_dir=tmp_path)
+    with pytest.raises(ConfigError, match=r"no config\.json"):
+        find_architecture(ModelConfig(name=f"./{name}", trust_remote_code=True), sequence_length=16)
+    with pytest.raises(ConfigError, match="holds no such model"):
+        find_frozen(name, where="task.teacher", allowed="a folder", hint="task.teacher=FOLDER")
+
+
+class PartitionedWhileMade(Partitioning):
+    """As ZeRO-3 is, to one that asks before anything is made."""
+
+    partitions_in_constructor = True
+
+
+def test_weights_that_are_turned_by_shapes_are_not_read_under_zero3(tmp_path):
+    """Those of square experts would be turned without a word."""
+    config, layout = ModelConfig(name=str(tmp_path), init=Init.pretrained), PartitionedWhileMade()
+    with pytest.raises(ConfigError, match="by the shapes of parameters") as refused:
+        build_model(config, AutoConfig.for_model("qwen3_vl_moe"), seed=0, layout=layout)
+    assert refused.value.hint == "strategy=fsdp2"
+    with pytest.raises(ConfigError, match="cannot be read") as refused:
+        build_model(config, llama().config, seed=0, layout=layout)
+    assert refused.value.hint.startswith("strategy=fsdp2, which")
+
+
 def test_models_are_asked_whether_they_keep_documents_apart(tokenizer):
     assert keeps_documents_apart(random_model(tokenizer)) is True
     mamba = AutoConfig.for_model("mamba", hidden_size=32, num_hidden_layers=2, vocab_size=64, state_size=4)
     assert keeps_documents_apart(AutoModelForCausalLM.from_config(mamba)) is not True
+
+
+def test_a_class_that_refuses_positions_in_its_own_way_cannot_be_asked():
+    class WithoutPositions(LlamaForCausalLM):
+        def forward(self, input_ids=None, position_ids=None, **more):
+            assert position_ids is None
+            return super().forward(input_ids=input_ids, **more)
+
+    assert keeps_documents_apart(WithoutPositions(llama().config)) is None
+
+
+def test_small_models_are_the_same_whatever_was_drawn_before():
+    model = llama()
+    first, second = small_model(model), small_model(model)
+    assert all(torch.equal(*pair) for pair in zip(first.parameters(), second.parameters(), strict=True))
 
 
 def test_a_rank_with_a_part_of_the_blocks_knows_it_too():

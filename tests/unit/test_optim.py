@@ -267,8 +267,8 @@ def test_stacks_of_matrices_are_those_of_experts():
     model = nn.Sequential(experts, nn.Linear(4, 4), nn.Conv1d(4, 4, 2))
     muon, decayed, others = MuonWithAdamW()(model).param_groups
     assert [id(p) for p in muon["params"]] == [id(experts.gate_up_proj), id(model[1].weight)]
-    assert [id(p) for p in decayed["params"]] == [id(experts.bias), id(model[2].weight)]
-    assert [id(p) for p in others["params"]] == [id(model[1].bias), id(model[2].bias)]
+    assert [id(p) for p in decayed["params"]] == [id(model[2].weight)]
+    assert [id(p) for p in others["params"]] == [id(experts.bias), id(model[1].bias), id(model[2].bias)]
 
 
 @pytest.mark.parametrize("settings", [{}, {"nesterov": False}, {"adjust_lr_fn": "match_rms_adamw"}])

@@ -8,7 +8,7 @@ from torch import nn
 from transformers import TrainingArguments
 
 from hfdist.strategies.base import Strategy
-from hfdist.strategies.select import strategy_by_name
+from hfdist.strategies.from_python import strategy_by_name
 from hfdist.trainer.whole_model import find_model
 
 

@@ -12,7 +12,7 @@ import hfdist
 from hfdist.config.composition.other_trainers import OVERRIDES, REASONS
 from hfdist.config.composition.python_words import in_python
 from hfdist.errors import ConfigError
-from hfdist.strategies.select import make_strategy
+from hfdist.strategies.from_python import make_strategy
 from hfdist.trainer.constructor_arguments import check_count, check_half_weights
 from hfdist.trainer.engine_setup import find_strategy
 from tests.unit.config.test_checks import CONTRADICTIONS

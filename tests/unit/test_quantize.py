@@ -16,6 +16,7 @@ from hfdist.models.packed_experts import PackedStack, make_levels
 from hfdist.models.quantize import PackedLinear, hold_as_floats, packed_shapes, quantize_frozen
 from tests.unit.test_adapter import TOKENS, base, build, compose, save_adapter, trained_names  # noqa: F401
 from tests.zoo.models import tiny_model
+from tests.zoo.packing import dequantize_stack
 
 
 def gradients(model):
@@ -137,10 +138,10 @@ def test_a_stack_is_packed_as_bitsandbytes_packs_each_expert(shape, kind):
         expected.append(bitsandbytes.functional.dequantize_4bit(codes, state))
     stack = PackedStack(shape, torch.float32, kind, make_levels())
     packed = stack.pack(weights)
-    assert torch.equal(stack.dequantize(packed), torch.stack(expected))
+    assert torch.equal(dequantize_stack(stack, packed), torch.stack(expected))
     # Whatever share of the experts a rank holds.
     own = PackedStack((1, *shape[1:]), torch.float32, kind, make_levels())
-    assert torch.equal(own.dequantize(packed[1:2]), expected[1][None])
+    assert torch.equal(dequantize_stack(own, packed[1:2]), expected[1][None])
 
 
 def test_autograd_keeps_no_dequantized_stack(tmp_path):

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from hfdist.strategies.deepspeed.quick_import import import_deepspeed
+from hfdist.strategies.deepspeed.startup import import_deepspeed
 from hfdist.testing import run_ranks
 
 

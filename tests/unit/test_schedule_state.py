@@ -5,7 +5,7 @@ from collections import Counter, defaultdict
 
 import pytest
 import torch
-from torch.optim.lr_scheduler import LRScheduler, MultiStepLR
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler, MultiStepLR
 
 from hfdist.trainer.checkpointing.schedule_state import restore_schedule, schedule_state
 
@@ -19,6 +19,20 @@ class Drops(LRScheduler):
 
     def get_lr(self):
         return [group["lr"] * self.drops[self.last_epoch] for group in self.optimizer.param_groups]
+
+
+def test_a_rate_that_is_a_tensor_is_set_in_place():
+    def begin():
+        optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=torch.tensor(1.0))
+        return LambdaLR(optimizer, lambda step: 0.5**step)
+
+    saved, resumed = begin(), begin()
+    saved.optimizer.step()
+    saved.step()
+    rate = resumed.optimizer.param_groups[0]["lr"]
+    restore_schedule(resumed, json.loads(json.dumps(schedule_state(saved))))
+    assert resumed.optimizer.param_groups[0]["lr"] is rate
+    assert float(rate) == 0.5
 
 
 @pytest.mark.parametrize(

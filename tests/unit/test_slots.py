@@ -1,5 +1,7 @@
 """Rows in slots: the tokens of `generate` for all that a model keeps, in any order, and each prompt is read once."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
@@ -7,10 +9,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 from hfdist.models.cache_check import find_cache_problem
 from hfdist.models.slot_cache import SlotCache, _Keys
 from hfdist.topology import Topology
-from hfdist.trainer.generation.continuation import can_generate, continue_rows
+from hfdist.trainer.generation.continuation import can_use_cache, continue_rows
 from hfdist.trainer.generation.limits import GenerationLimits
-from hfdist.trainer.generation.sampling import Sampling, TokenLogProbabilities, make_score
-from hfdist.trainer.generation.score import likeliest
+from hfdist.trainer.generation.sampling import Sampling, TokenLogProbabilities, make_choice
+from hfdist.trainer.generation.score import LIKELIEST
 from hfdist.trainer.generation.slots import Slots
 from tests.marks import many
 from tests.unit.test_evaluators import make_model
@@ -25,7 +27,7 @@ def answer(model, prompts=PROMPTS, seeds=None, slots=3, record=None, **limits):
         with torch.no_grad():
             return [function(model, batch)]
 
-    score, extras = (likeliest, None) if seeds is None else make_score(seeds, Sampling(temperature=2.0))
+    choice = LIKELIEST if seeds is None else make_choice(seeds, Sampling(temperature=2.0))
     limits = {"max_new_tokens": NUM_TOKENS, "end_ids": frozenset(), "most_tokens": None} | limits
     return continue_rows(
         prompts,
@@ -34,8 +36,7 @@ def answer(model, prompts=PROMPTS, seeds=None, slots=3, record=None, **limits):
         topology=Topology(),
         rows_at_once=slots,
         uses_cache=True,
-        score=score if record is None else record.recording(score),
-        extras=extras,
+        choice=choice if record is None else replace(choice, score=record.recording(choice.score)),
     )
 
 
@@ -51,7 +52,7 @@ def answer(model, prompts=PROMPTS, seeds=None, slots=3, record=None, **limits):
 def test_slots_give_the_tokens_of_generate(kind):
     # Of gemma3n's blocks, half take keys of others.
     model = tiny_model(kind, 6 if kind == "gemma3n_text" else 4).eval()
-    assert can_generate(model, Topology())
+    assert can_use_cache(model, Topology())
     generator = torch.Generator().manual_seed(0)
     with torch.no_grad():
         for parameter in model.parameters():
@@ -69,7 +70,7 @@ def test_slots_give_the_tokens_of_generate(kind):
 def test_models_that_read_what_pads_rows_or_keep_something_else_do_without(kind, caplog):
     model = tiny_model(kind)
     assert find_cache_problem(model)
-    assert not can_generate(model, Topology())
+    assert not can_use_cache(model, Topology())
     assert "without a cache" in caplog.text
 
 

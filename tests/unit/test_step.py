@@ -1,6 +1,7 @@
 """What a loss counts; rows of a user's dataset are sharded over data ranks, each once, and padding has no targets."""
 
 import random
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -9,6 +10,8 @@ from torch.utils.data import BatchSampler, DataLoader, IterableDataset, Sequenti
 from transformers import default_data_collator
 
 from hfdist.config.strategy import StrategyConfig
+from hfdist.testing import run_ranks
+from hfdist.trainer.engine_trainer import EngineTrainer
 from hfdist.trainer.step.global_batches import GlobalBatches, Share, fingerprint
 from hfdist.trainer.step.loss import Convention
 from hfdist.trainer.step.same_draws import SameOrder
@@ -29,6 +32,22 @@ def test_targets_are_what_the_loss_compares_with():
     assert convention().weight({"labels": torch.tensor([-100.0, torch.nan])}) == 1
     assert convention().weight({"start_positions": torch.tensor([3, -100])}) == 1
     assert convention().weight({"pixels": torch.zeros(3, 2)}) == 3, "without labels, rows"
+
+
+def _store_flos():
+    trainer = SimpleNamespace(
+        strategy=SimpleNamespace(topology=SimpleNamespace(data=1)),
+        args=SimpleNamespace(world_size=2, device=torch.device("cpu")),
+        state=SimpleNamespace(total_flos=1.0),
+        current_flos=2**24 + 1,
+    )
+    EngineTrainer.store_flos(trainer)
+    return trainer.state.total_flos, trainer.current_flos
+
+
+def test_operations_are_summed_as_they_are():
+    """float32 has no number for so many, and both ranks hold parts of the same model."""
+    assert run_ranks(_store_flos, 2) == [(2**24 + 2, 0)] * 2
 
 
 def test_labels_that_the_model_does_not_shift_are_moved_for_it():
@@ -123,7 +142,7 @@ def micro_batches(num_rows, micro_batch_size, num_microbatches, num_ranks, *, ag
         sizes = {"micro_batch_size": micro_batch_size, "num_microbatches": num_microbatches}
         share = Share(counted, list, **sizes, rank=rank, num_ranks=num_ranks)
         rows = DataLoader(Shuffled(num_rows), batch_size=micro_batch_size)
-        batches = GlobalBatches(rows, share, seed=5, is_training=True, kept={"num_workers": num_workers})
+        batches = GlobalBatches(rows, share, seed=5, is_training=True, settings={"num_workers": num_workers})
         batches.set_epoch(epoch)
         before = torch.get_rng_state()
         found.append(list(batches))
@@ -152,7 +171,7 @@ def test_a_step_has_the_same_rows_of_an_iterable_in_every_layout(num_workers):
 def test_workers_that_stay_take_another_order_in_another_epoch():
     share = Share(None, list, micro_batch_size=8, num_microbatches=1, rank=0, num_ranks=1)
     kept = {"num_workers": 1, "persistent_workers": True}
-    batches = GlobalBatches(DataLoader(Shuffled(8)), share, seed=5, is_training=True, kept=kept)
+    batches = GlobalBatches(DataLoader(Shuffled(8)), share, seed=5, is_training=True, settings=kept)
     orders = []
     for epoch in (0, 1, 0):
         batches.set_epoch(epoch)

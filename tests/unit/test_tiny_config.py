@@ -6,7 +6,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 
 from hfdist.errors import ConfigError
 from hfdist.models.flops import num_parameters
-from hfdist.models.shrink import shrink, special_token_ids
+from hfdist.models.shrink import shrink
+from tests.zoo.models import special_token_ids
 
 SCALED_ROPE = {"rope_type": "llama3", "rope_theta": 5e5, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
                "original_max_position_embeddings": 8192}  # fmt: skip

@@ -99,6 +99,8 @@ def test_a_global_batch_that_does_not_divide_proposes_the_nearest():
     assert "train.global_batch_size" in message
     assert "nearest: 24 or 32" in message
     assert "train.micro_batch_size=3" in message
+    with pytest.raises(ConfigError, match=r"train\.micro_batch_size=98304"):
+        plan(global_batch_size=2**60 * 3, micro_batch_size=10**9, data_size=1)
 
 
 def test_a_global_batch_smaller_than_one_micro_batch_proposes_only_what_is_possible():

@@ -2,7 +2,7 @@
 
 import pytest
 
-from hfdist.units import duration, energy, energy_unit, mass, money
+from hfdist.units import duration, energy, energy_unit, mass, money, short
 
 
 @pytest.mark.parametrize(
@@ -23,6 +23,10 @@ def test_a_curve_of_energy_has_the_unit_of_its_largest_value():
 def test_durations_carry_over():
     words = [duration(seconds) for seconds in (0.9996, 5, 59.97, 119.7, 599.9, 3599, 7260)]
     assert words == ["1.0 s", "5.0 s", "1 min 0 s", "2 min 0 s", "10 min", "1 h 0 min", "2 h 1 min"]
+
+
+def test_what_is_not_finite_has_words_too():
+    assert [short(value) for value in (float("nan"), 1e4, 3.0, 0.0453)] == ["nan", "10 k", "3", "0.0453"]
 
 
 def test_mass_and_money():

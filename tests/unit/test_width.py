@@ -9,6 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceC
 
 from hfdist.config.composition.compose import compose_config
 from hfdist.errors import ConfigError
+from hfdist.models.shrink import shrink
 from hfdist.optim.probe import ignores_gradient_size
 from hfdist.optim.registry import check_optimizer
 from hfdist.optim.width import hidden_matrices, rate_factor, scale_rates
@@ -41,6 +42,14 @@ def test_embeddings_of_positions_are_none_of_them():
     blocks = ("attn.c_attn", "attn.c_proj", "mlp.c_fc", "mlp.c_proj")
     assert found(AutoModelForCausalLM.from_config(gpt2)) == {f"transformer.h.0.{name}.weight" for name in blocks}
     assert rate_factor(gpt2, 8) == 0.25
+
+
+def test_biases_of_experts_are_none_of_them():
+    names = found(AutoModelForCausalLM.from_config(shrink(AutoConfig.for_model("gpt_oss"), num_blocks=1)))
+    assert {name for name in names if "experts" in name} == {
+        f"model.layers.0.mlp.experts.{name}" for name in ("gate_up_proj", "down_proj")
+    }
+    assert not [name for name in names if name.endswith("bias")]
 
 
 def test_a_model_that_does_not_say_its_width_is_refused():

@@ -32,7 +32,7 @@ from hfdist.data.tokenization.image_tokens import ImageTokens
 from hfdist.errors import ConfigError, HfdistError, first_line
 from hfdist.models.flops import num_parameters
 from hfdist.models.image_text import feature_token
-from hfdist.models.packed_images import find_positions, why_rows_mix
+from hfdist.models.image_trials import find_positions, why_rows_mix
 from hfdist.models.processor import load_processor
 from hfdist.models.tokenizer import train_bpe
 from hfdist.testing import RankFailed, run_ranks

@@ -11,7 +11,7 @@ from transformers.initialization import no_init_weights
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from hfdist.models.initialize import initialize_by_name
-from hfdist.models.shrink import shrink, special_token_ids
+from hfdist.models.shrink import SPECIAL_TOKENS, shrink
 
 NOT_BUILDABLE = {
     "gemma4_assistant": "its default config fails its own check, and its forward needs another model's keys and values",
@@ -157,6 +157,17 @@ def tiny_model(
     model.tie_weights()
     initialize_by_name(model, seed)
     return model.train()
+
+
+def special_token_ids(config: PreTrainedConfig) -> set[int]:
+    """Give the ids that mean something else than text anywhere in `config`: ends, padding, places of images."""
+    found: set[int] = set()
+    for name, value in vars(config).items():
+        if isinstance(value, PreTrainedConfig):
+            found |= special_token_ids(value)
+        elif re.fullmatch(SPECIAL_TOKENS, name):
+            found |= {i for i in (value if isinstance(value, list) else [value]) if isinstance(i, int)}
+    return found
 
 
 def tiny_batch(

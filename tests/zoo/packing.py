@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from hfdist.config.model import Quantization
 from hfdist.models.adapter import NAME, inject_adapter
 from hfdist.models.experts import num_experts
-from hfdist.models.packed_experts import find_stacks, list_packed
+from hfdist.models.packed_experts import PackedStack, dequantize_expert, find_stacks, list_packed
 from hfdist.models.quantize import PackedLinear, packed_shapes, quantize_frozen
 from tests.zoo.models import tiny_batch, tiny_model
 from tests.zoo.splitting import TOLERANCE, compare_gradients, compare_losses, run_whole
@@ -84,6 +84,12 @@ def add_lora(model: PreTrainedModel) -> None:
             parameter.normal_(std=0.05, generator=random)
 
 
+def dequantize_stack(stack: PackedStack, packed: torch.Tensor) -> torch.Tensor:
+    """Give the whole stack, of its shape and type."""
+    how = stack.shape[1:], stack.dtype, stack.quantization.value
+    return torch.stack([dequantize_expert(*expert, *how) for expert in zip(*stack.open(packed), strict=True)])
+
+
 @torch.no_grad()
 def put_dequantized(model: PreTrainedModel, whole: PreTrainedModel) -> set[str]:
     """Put what the packed weights of `model` stand for into `whole`; give the names of stacks of experts."""
@@ -92,7 +98,7 @@ def put_dequantized(model: PreTrainedModel, whole: PreTrainedModel) -> set[str]:
         if isinstance(module, PackedLinear):
             whole.get_submodule(path).weight.copy_(dequantize_4bit(module.weight.data, module.quant_state))
         for name, stack in list_packed(module).items():
-            whole.get_parameter(f"{path}.{name}").copy_(stack.dequantize(getattr(module, name)))
+            whole.get_parameter(f"{path}.{name}").copy_(dequantize_stack(stack, getattr(module, name)))
             stacks.add(f"{path}.{name}")
     return stacks
 

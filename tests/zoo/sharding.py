@@ -27,9 +27,9 @@ from hfdist.models.loss import LossHead
 from hfdist.models.names.hub_names import find_hub_names
 from hfdist.strategies.base import Strategy
 from hfdist.strategies.engine import Engine, TrainerHooks
+from hfdist.strategies.from_python import make_strategy
 from hfdist.strategies.gradients.reduction import local_tensor
 from hfdist.strategies.pieces import list_pieces
-from hfdist.strategies.select import make_strategy
 from hfdist.strategies.self_check import GRADIENT_BOUND
 from tests.zoo.hub_files import differing, filled
 from tests.zoo.models import tiny_batch, tiny_model

@@ -15,10 +15,11 @@ from transformers import PreTrainedModel
 from hfdist.config.strategy import Schedule
 from hfdist.errors import PartitionError
 from hfdist.models.blocks import find_block_parts
+from hfdist.pipeline.channel import P2PChannel
 from hfdist.pipeline.pipeline import Pipeline
 from hfdist.pipeline.probe import probe
 from hfdist.pipeline.split import SplitModel, split_at_blocks
-from hfdist.pipeline.stage_io import CARRIES, Carry, P2PChannel
+from hfdist.pipeline.stage_io import CARRIES, Carry
 from hfdist.pipeline.timeline import Recorder
 from tests.zoo.models import tiny_batch, tiny_model
 

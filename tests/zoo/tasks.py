@@ -29,17 +29,17 @@ from hfdist.models.flops import num_parameters
 from hfdist.models.heads import HEADS, IMAGE_TEXT, head_class
 from hfdist.models.image_text import may_read_images, read_text_alone
 from hfdist.models.probing import loss_of_states, make_of_config
-from hfdist.models.shrink import shrink, special_token_ids
+from hfdist.models.shrink import shrink
 from hfdist.models.target_loss import check_target_loss, fill_special_ids
 from hfdist.models.tokenizer import train_bpe
-from hfdist.strategies.select import make_strategy
+from hfdist.strategies.from_python import make_strategy
 from hfdist.testing import RankFailed, run_ranks
 from hfdist.tune.classify import Classification
 from hfdist.tune.labelled_texts import IDS, MASK
 from hfdist.tune.masked import MaskedTokens
 from hfdist.tune.seq2seq import SequenceToSequence
 from tests.zoo.hub_files import WRONG, how_saved
-from tests.zoo.models import FIELDS, switch_off
+from tests.zoo.models import FIELDS, special_token_ids, switch_off
 from tests.zoo.sharding import NUM_MICROBATCHES, Sharded, compare_sharded
 from tests.zoo.splitting import TOLERANCE, Batch, compare_gradients, compare_losses, model_loss, run_whole
 

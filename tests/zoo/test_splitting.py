@@ -15,7 +15,7 @@ from hfdist.pipeline.split import split_at_blocks
 from hfdist.pipeline.stage_io import Absent
 from hfdist.strategies.mesh import build_mesh
 from hfdist.topology import Topology
-from hfdist.trainer.generation.continuation import can_generate
+from hfdist.trainer.generation.continuation import can_use_cache
 from tests.marks import many
 from tests.zoo.models import tiny_batch, tiny_model
 from tests.zoo.splitting import (
@@ -194,7 +194,7 @@ def test_with_what_the_model_takes_besides_tokens(kind, change):
 
 def test_stages_with_caches_of_their_own_write_as_the_whole(model_type):
     model = tiny_model(model_type)
-    if can_generate(model, Topology()):
+    if can_use_cache(model, Topology()):
         assert bool(find_generation_problem(model)) == (model_type in RECOMPUTES)
 
 

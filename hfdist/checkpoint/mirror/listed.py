@@ -80,6 +80,8 @@ class ListedCheckpoint:
             values = parse_json(text)
             if values.pop("xxh128") != hash_of_content(values):
                 raise ValueError("its own hash does not fit")
+            if not any(values["files"].values()):
+                raise ValueError("it has no contents")
             loss = values[HELD_OUT_LOSS]
             return cls(
                 step=whole_number(values["step"]),

@@ -159,7 +159,7 @@ class Mirror:
         self._objects.write({_DESCRIPTION: json.dumps({"format": FORMAT, "hfdist": __version__}).encode()})
 
     def _read(self, name: str, there: Mapping[str, int]) -> ListedCheckpoint:
-        """Read a list; a DamagedError: it is none, or contents are missing."""
+        """Read a list; a DamagedError: it is none."""
         place, num_bytes = f"{self.shown}/{name}{_LIST}", there.get(f"{name}{_LIST}", 0)
         if num_bytes > MAX_JSON_BYTES:
             raise DamagedError("bad-list", "a list of the mirror is damaged", where=place, found=f"{num_bytes} bytes")
@@ -362,17 +362,17 @@ class Mirror:
                 self._changed.add(content.name)
                 raise DamagedError("hash", "contents of the mirror have changed", where=place, found=content.name)
             parts, hashes = list[Part](), list[str]()
-            for part, own in read_pack(content, data, place, is_expected):
+            for part, part_data in read_pack(content, data, place, is_expected):
                 names.add(part.name)
                 check_number(len(found.packs), len(names), place)
                 try:
-                    write_part(folder, part, own)
+                    write_part(folder, part, part_data)
                 except OSError as error:
                     if is_full_disk(error):
                         raise no_room(_FULL, folder, num_bytes, "another run.dir") from error
                     raise DamagedError("files", "a file of a pack cannot be made", where=place, found=error) from error
                 parts.append(part)
-                hashes.append(xxhash.xxh3_128_hexdigest(own))
+                hashes.append(xxhash.xxh3_128_hexdigest(part_data))
             packs.append(Pack(content, parts, hashes))
         self._packs, self._stamps = packs, {}
         return bool(packs)

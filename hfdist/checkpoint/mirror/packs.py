@@ -142,7 +142,7 @@ def find_new(
     begins = {name: _end_of(path, chains.get(name, []), is_unchanged=name in unchanged) for name, path in files.items()}
     new = {name for name, size in sizes.items() if size > begins[name]}
     kept = list(packs)
-    if not new:
+    if not new and not _emptied(sizes, kept):
         return kept, []
     num_bytes = sum(sizes[name] - begins[name] for name in new)
     while kept and kept[-1].num_bytes <= min(_JOINED * num_bytes, CONTENT_BYTES - num_bytes):
@@ -150,22 +150,29 @@ def find_new(
             if part.name in files:
                 begins[part.name] = min(begins[part.name], part.begin)
         num_bytes = sum(sizes[name] - begins[name] for name in files)
-    return kept, list(_fill(Part(name, begins[name], sizes[name] - begins[name]) for name in sorted(files)))
+    new = {name for name in files if sizes[name] > begins[name]} | _emptied(sizes, kept)
+    return kept, list(_fill(Part(name, begins[name], sizes[name] - begins[name]) for name in sorted(new)))
+
+
+def _emptied(sizes: Mapping[str, int], packs: Sequence[Pack]) -> set[str]:
+    """Name the files that have nothing any more, and of which packs still hold something."""
+    held = {name for name, chain in _chains(packs).items() if any(part.num_bytes for part, _ in chain)}
+    return {name for name in held if sizes.get(name) == 0}
 
 
 def _chains(packs: Sequence[Pack]) -> dict[str, list[tuple[Part, str]]]:
     """Give the parts of each file with their hashes, from the last one that begins it anew."""
     chains: dict[str, list[tuple[Part, str]]] = {}
     for pack in packs:
-        for part, own in zip(pack.parts, pack.hashes, strict=True):
-            chains[part.name] = [*(chains.get(part.name, []) if part.begin else []), (part, own)]
+        for part, part_hash in zip(pack.parts, pack.hashes, strict=True):
+            chains[part.name] = [*(chains.get(part.name, []) if part.begin else []), (part, part_hash)]
     return chains
 
 
 def _end_of(path: Path, chain: Sequence[tuple[Part, str]], *, is_unchanged: bool) -> int:
     """Give how many bytes of a file its chain holds; 0: the file was changed before its end since then."""
-    for part, own in chain if not is_unchanged else ():
-        if _hash(path, part) != own:
+    for part, part_hash in chain if not is_unchanged else ():
+        if _hash(path, part) != part_hash:
             return 0
     return chain[-1][0].begin + chain[-1][0].num_bytes if chain else 0
 
@@ -175,6 +182,9 @@ def _fill(parts: Iterator[Part]) -> Iterator[list[Part]]:
     pack: list[Part] = []
     room = most = CONTENT_BYTES - _MOST_HEAD_BYTES
     for part in parts:
+        if part.num_bytes == 0:
+            # It begins its file anew.
+            pack.append(part)
         while part.num_bytes > 0:
             taken = min(part.num_bytes, room)
             pack.append(part._replace(num_bytes=taken))

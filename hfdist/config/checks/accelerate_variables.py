@@ -32,11 +32,8 @@ def check_environment(config: RunConfig, environment: Mapping[str, str]) -> None
             hint = f"{instead}, or {hint}"
         elif instead is not None:
             hint = f"unset {name}, and give {instead} for that layout; a launcher's config file sets it, too"
-        what, found = (
-            "a variable of accelerate contradicts the config",
-            f"{name}={environment[name]}, with {key}={value}",
-        )
-        raise ConfigError(what, where=f"{name} (environment)", found=found, hint=hint)
+        what, found = "a variable of accelerate contradicts the config", f"{environment[name]}, with {key}={value}"
+        raise ConfigError(what, where=f"{name} (environment)", found=f"{name}={found}", hint=hint)
 
     def is_true(name: str) -> bool:
         return environment.get(name, "").lower() in ("1", "true", "yes", "on", "t", "y")

@@ -61,22 +61,16 @@ def _check_first_start(config: RunConfig, limits: Mapping[str, float]) -> None:
     """Refuse a record that cannot be read, as nobody knows then what is used, and a deadline that has passed."""
     path = config.run.folder.record
     if path.exists():
-        raise ConfigError(
-            "what earlier starts have used is not known",
-            where=str(path),
-            found="a file that cannot be read",
-            allowed=f"a {path.name} of this version of hfdist",
-            hint=f"rm {path}, to count from nothing; or another run.name",
-        )
+        what, found = "what earlier starts have used is not known", "a file that cannot be read"
+        allowed = f"a {path.name} of this version of hfdist"
+        hint = f"rm {path}, to count from nothing; or another run.name"
+        raise ConfigError(what, where=str(path), found=found, allowed=allowed, hint=hint)
     deadline = limits.get("deadline")
     if deadline is not None and deadline <= time.time():
-        raise ConfigError(
-            "the deadline has passed",
-            where="train.deadline",
-            found=f"{config.train.deadline}, and it is {describe('deadline', time.time(), config)}",
-            allowed="a time to come, or null",
-            hint="train.deadline=null, or a later time; without a time zone it is that of this machine",
-        )
+        what, allowed = "the deadline has passed", "a time to come, or null"
+        found = f"{config.train.deadline}, and it is {describe('deadline', time.time(), config)}"
+        hint = "train.deadline=null, or a later time; without a time zone it is that of this machine"
+        raise ConfigError(what, where="train.deadline", found=found, allowed=allowed, hint=hint)
 
 
 def check_limits(config: RunConfig) -> None:
@@ -87,22 +81,14 @@ def check_limits(config: RunConfig) -> None:
     """
     limits, cost = find_limits(config), config.cost
     if limits and config.checkpoint.every is None:
-        name = next(iter(limits))
-        raise conflict(
-            config,
-            f"train.{name} checkpoint.every",
-            "a run whose budget is used up goes on from its checkpoint, and none is written",
-            allowed="null",
-            hint=f"checkpoint.every=100, or train.{name}=null",
-        )
+        key = f"train.{next(iter(limits))}"
+        what = "a run whose budget is used up goes on from its checkpoint, and none is written"
+        hint = f"checkpoint.every=100, or {key}=null"
+        raise conflict(config, f"{key} checkpoint.every", what, allowed="null", hint=hint)
     if "max_cost" in limits and cost.price_per_hour is None and cost.price_per_kwh is None:
-        raise conflict(
-            config,
-            "train.max_cost cost.price_per_hour cost.price_per_kwh",
-            "nothing is known of what the run costs",
-            allowed="null without a price",
-            hint="cost.price_per_hour=2.5 (of one GPU)",
-        )
+        what, hint = "nothing is known of what the run costs", "cost.price_per_hour=2.5 (of one GPU)"
+        keys = "train.max_cost cost.price_per_hour cost.price_per_kwh"
+        raise conflict(config, keys, what, allowed="null without a price", hint=hint)
 
 
 def used_up(config: RunConfig, name: str, used: float | None, record: RunRecord) -> BudgetError:
@@ -116,9 +102,8 @@ def used_up(config: RunConfig, name: str, used: float | None, record: RunRecord)
         found = f"{describe(name, used, config)} of {describe(name, limit, config)}, {starts}"
         if used is not None and used < limit:
             found += "; the rest is kept for the save, the evaluation and the export"
-        hint = (
-            f"train.{name}={_enough(limit, used, record):g}; the same command with it goes on from the last checkpoint"
-        )
+        enough = f"train.{name}={_enough(limit, used, record):g}"
+        hint = f"{enough}; the same command with it goes on from the last checkpoint"
     return BudgetError("the budget of the run is used up", where=f"train.{name}", found=found, hint=hint)
 
 

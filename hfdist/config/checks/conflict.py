@@ -1,4 +1,4 @@
-"""The error of values that do not go together, and how a value is written in it."""
+"""The errors of values that do not go together, or not with the task; and how a value is written in them."""
 
 from __future__ import annotations
 
@@ -18,6 +18,13 @@ def conflict(
     if others:
         found += ", with " + " and ".join(f"{other}={shown(config, other)}" for other in others)
     return ConfigError(what, where=key, found=found, allowed=allowed, hint=hint)
+
+
+def misfit(config: RunConfig, key: str, allowed: str, why: str) -> ConfigError:
+    """Give the error of a value that does not go with the task, where only the value `allowed` does."""
+    found = override_value(plain(reduce(getattr, key.split("."), config)))
+    task = f"task.name={config.task.name.value}"
+    return ConfigError(why, where=key, found=f"{found}, with {task}", allowed=allowed, hint=f"{key}={allowed}")
 
 
 def shown(config: RunConfig, key: str) -> str:

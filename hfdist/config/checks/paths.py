@@ -20,8 +20,6 @@ from hfdist.records.run_folder import RunFolder
 
 _SUFFIXES = re.compile(r"(\.(jsonl?|ndjson|csv|tsv|txt|md|parquet|arrow|feather|ya?ml|gz|zst|bz2|xz|gguf))+$")
 """What a name of a file may end with, though another one is meant."""
-_OF_MODELS = ("config.json", "model/config.json")
-"""What a model's folder has, and that of a run with a model in it."""
 
 
 def check_paths(config: RunConfig) -> None:
@@ -39,39 +37,46 @@ def check_paths(config: RunConfig) -> None:
 def check_model_paths(config: RunConfig) -> None:
     """Raise a ConfigError where the model, its tokenizer, an adapter or a reward model is a path that leads nowhere."""
     for key, name in (("model.name", config.model.name), ("model.tokenizer.name", config.model.tokenizer.name)):
-        if name is None or os.path.exists(os.path.expanduser(name)):
-            continue
-        # An id of the Hub has one slash at the most.
-        if _is_local(name) or name.count("/") > 1:
-            what, allowed = "there is no such folder", "a Hub id, a folder, or a .gguf file"
-            of_mirror = "docs/checkpoints.md brings the checkpoint of a mirror to this machine"
-            hint = _near(key, name) if scheme_of(name) is None else of_mirror
-            raise ConfigError(what, where=key, found=redact(name), allowed=allowed, hint=hint)
-    name = config.model.name or ""
-    if os.path.isfile(os.path.expanduser(name)) and not name.endswith(".gguf"):
-        what, folder = "a model is a folder, with its config.json", os.path.dirname(name) or "."
-        is_model = os.path.isfile(os.path.join(os.path.expanduser(folder), "config.json"))
-        hint = in_shell("model", folder) if is_model else None
-        raise ConfigError(what, where="model.name", found=name, allowed="a Hub id, a folder, a .gguf file", hint=hint)
-    _check_no_adapter(name)
-    is_model, holds_model = (os.path.isfile(os.path.expanduser(f"{name}/{file}")) for file in _OF_MODELS)
-    if name and holds_model and not is_model:
-        what, hint = "this is the folder of a run; its model is in it", in_shell("model", f"{name.rstrip('/')}/model")
-        raise ConfigError(what, where="model.name", found=name, hint=hint)
+        if name is not None:
+            _check_name(key, name)
+    if config.model.name:
+        _check_model_folder(config.model.name)
     _check_adapter_path(config.adapter.path)
-    others = {"task.reward_model": config.task.reward_model, "task.teacher": config.task.teacher}
-    for key, path in others.items():
+    for key, path in (("task.reward_model", config.task.reward_model), ("task.teacher", config.task.teacher)):
         if path is not None and not os.path.isdir(os.path.expanduser(path)):
             what, allowed = "there is no such folder", "the folder of a model"
             hint = _near(key, path) or f"{key}=RUN/model, or the folder that `hf download` prints"
             raise ConfigError(what, where=key, found=path, allowed=allowed, hint=hint)
 
 
+def _check_name(key: str, name: str) -> None:
+    """Refuse a name that is neither there nor an id of the Hub, which has one slash at the most."""
+    if not os.path.exists(os.path.expanduser(name)) and (_is_local(name) or name.count("/") > 1):
+        what, allowed = "there is no such folder", "a Hub id, a folder, or a .gguf file"
+        of_mirror = "docs/checkpoints.md brings the checkpoint of a mirror to this machine"
+        hint = _near(key, name) if scheme_of(name) is None else of_mirror
+        raise ConfigError(what, where=key, found=redact(name), allowed=allowed, hint=hint)
+
+
+def _check_model_folder(name: str) -> None:
+    """Refuse a file of a model, the folder of an adapter, and that of a run, in place of a model's folder."""
+    full = os.path.expanduser(name)
+    if os.path.isfile(full) and not name.endswith(".gguf"):
+        what, folder = "a model is a folder, with its config.json", os.path.dirname(name) or "."
+        is_model = os.path.isfile(os.path.join(os.path.dirname(full), "config.json"))
+        hint = in_shell("model", folder) if is_model else None
+        raise ConfigError(what, where="model.name", found=name, allowed="a Hub id, a folder, a .gguf file", hint=hint)
+    _check_no_adapter(name)
+    if os.path.isfile(f"{full}/model/config.json") and not os.path.isfile(f"{full}/config.json"):
+        what, hint = "this is the folder of a run; its model is in it", in_shell("model", f"{name.rstrip('/')}/model")
+        raise ConfigError(what, where="model.name", found=name, hint=hint)
+
+
 def _check_no_adapter(name: str) -> None:
     """Refuse the folder of an adapter as the model: its base would be trained without it."""
     full = Path(os.path.expanduser(name))
     path = full / "adapter_config.json"
-    if not name or not os.path.isfile(path) or os.path.isfile(full / "config.json"):
+    if not os.path.isfile(path) or os.path.isfile(full / "config.json"):
         return
     base = None
     with contextlib.suppress(OSError, NotAMessageError):
@@ -121,11 +126,9 @@ def _check_source(key: str, source: SourceConfig) -> None:
         what, model = "this is the folder of a run, and not one of data", in_shell("model", f"{path.rstrip('/')}/model")
         raise ConfigError(what, where=key, found=path, hint=f"data=FILE; its model is {model}")
     if source.kind is SourceKind.files and os.path.isfile(os.path.join(full, "00000.tokens")):
-        what, tokenizer = (
-            "this is a folder of token files",
-            in_shell("model.tokenizer.name", f"{path.rstrip('/')}/tokenizer"),
-        )
+        tokenizer = in_shell("model.tokenizer.name", f"{path.rstrip('/')}/tokenizer")
         words = f"data=tokens {in_shell('data.sources.tokens.path', path)} {tokenizer}"
+        what = "this is a folder of token files"
         raise ConfigError(what, where=key, found=path, hint=f"{words}, in place of it")
 
 
@@ -163,6 +166,9 @@ def _check_writable(key: str, folder: str) -> None:
     path = Path(folder).absolute()
     there = next(part for part in (path, *path.parents) if os.path.lexists(part))
     try:
+        with contextlib.suppress(FileNotFoundError):
+            # A name may be too long for any folder.
+            os.lstat(path)
         with tempfile.TemporaryDirectory(prefix=".hfdist-", dir=there):
             pass
     except OSError as error:

@@ -17,9 +17,9 @@ from hfdist.config.run import TRACKERS, RunConfig
 from hfdist.config.task import NO_SERVER, TaskConfig
 from hfdist.config.train import Precision
 from hfdist.errors import ConfigError, nearest
-from hfdist.launch.address import LOOPBACK
-from hfdist.messages.door import SECRET
 from hfdist.topology import Topology
+
+_PYZMQ = "'pyzmq>=26'"
 
 
 def check_run(config: RunConfig, *, world_size: int | None = None) -> tuple[Topology, BatchPlan]:
@@ -48,39 +48,41 @@ def check_run(config: RunConfig, *, world_size: int | None = None) -> tuple[Topo
 def _check_address(task: TaskConfig) -> None:
     """Refuse to let generators of other machines in who need no secret."""
     host = task.generators_host
-    if host in (None, "localhost", LOOPBACK, "::1") or os.environ.get(SECRET):
+    if host is None:
         return
-    raise ConfigError(
-        "whoever reaches this address could answer the run's prompts, and read its model",
-        where="task.generators_host",
-        found=f"{host}, without {SECRET}",
-        allowed=f"{LOOPBACK}, or any with a secret",
-        hint=f"the same {SECRET} in the environment of the run and of its generators",
-    )
+    # Imported here, as both take long, and few runs name an address.
+    from hfdist.launch.address import LOOPBACK
+    from hfdist.messages.door import SECRET
+
+    if host in ("localhost", LOOPBACK, "::1") or os.environ.get(SECRET):
+        return
+    what = "whoever reaches this address could answer the run's prompts, and read its model"
+    found, allowed = f"{host}, without {SECRET}", f"{LOOPBACK}, or any with a secret"
+    hint = f"the same {SECRET} in the environment of the run and of its generators"
+    raise ConfigError(what, where="task.generators_host", found=found, allowed=allowed, hint=hint)
 
 
 def _check_packages(config: RunConfig) -> None:
     """Check that the package is installed of each value that needs one besides hfdist's own."""
-    precision, task = config.train.precision, config.task
-    generators: tuple[str, object, str] = ("task.generators", task.generators, "0")
-    if task.generators_port is not None:
-        generators = ("task.generators_port", task.generators_port, "null")
+    task = config.task
+    if config.train.precision is Precision.fp8:
+        _need("torchao", "'torchao>=0.18,<0.19'", "train.precision", Precision.fp8.value, instead="bf16")
+    if config.train.arguments.get("use_liger_kernel"):
+        _need("liger_kernel", "liger-kernel", "train.arguments.use_liger_kernel", "true", instead="false")
     if task.server is not None:
-        generators = ("task.server", task.server.value, NO_SERVER.removeprefix("task.server="))
-    liger = "train.arguments.use_liger_kernel"
-    needs = [
-        (precision is Precision.fp8, "train.precision", precision.value, "torchao", "'torchao>=0.18,<0.19'", "bf16"),
-        (bool(config.train.arguments.get("use_liger_kernel")), liger, "true", "liger_kernel", "liger-kernel", "false"),
-        (task.uses_generators, *generators[:2], "zmq", "'pyzmq>=26'", generators[2]),
-    ]
-    for is_needed, key, value, module, package, instead in needs:
-        if is_needed and importlib.util.find_spec(module) is None:
-            raise ConfigError(
-                "this value needs a package that is not installed",
-                where=key,
-                found=f"{value}, without {module}",
-                hint=f"pip install {package}, or {key}={instead}",
-            )
+        without = NO_SERVER.removeprefix("task.server=")
+        _need("zmq", _PYZMQ, "task.server", task.server.value, instead=without)
+    elif task.generators_port is not None:
+        _need("zmq", _PYZMQ, "task.generators_port", task.generators_port, instead="null")
+    elif task.generators > 0:
+        _need("zmq", _PYZMQ, "task.generators", task.generators, instead="0")
+
+
+def _need(module: str, package: str, key: str, value: object, *, instead: str) -> None:
+    """Raise a ConfigError of a value that needs a module, where that is not installed; `instead` needs none."""
+    if importlib.util.find_spec(module) is None:
+        what, hint = "this value needs a package that is not installed", f"pip install {package}, or {key}={instead}"
+        raise ConfigError(what, where=key, found=f"{value}, without {module}", hint=hint)
 
 
 def plan_run(config: RunConfig, *, world_size: int | None = None, rank: int = 0) -> tuple[Topology, BatchPlan]:

@@ -6,6 +6,7 @@ import json
 import re
 from urllib.parse import urlsplit
 
+from hfdist.config.checks.conflict import conflict
 from hfdist.config.run import RunConfig
 from hfdist.config.task import MOST_SERVERS, InferenceServer, TaskConfig
 from hfdist.errors import ConfigError, printable
@@ -19,36 +20,28 @@ def check_servers(config: RunConfig) -> None:
     """Raise a ConfigError on servers that cannot be asked, or that cannot do what the run asks for."""
     task = config.task
     if task.server is None:
-        for key, given in (
-            ("server_addresses", task.server_addresses),
-            ("server_key_variable", task.server_key_variable),
-        ):
-            if given:
-                what, allowed = "it is not said which program the servers are", "with task.server=vllm, or sglang"
-                raise ConfigError(what, where=f"task.{key}", found=str(given), allowed=allowed, hint="task.server=vllm")
+        what, allowed = "it is not said which program the servers are", "with task.server=vllm, or sglang"
+        for key in ("server_addresses", "server_key_variable"):
+            if found := getattr(task, key):
+                raise ConfigError(what, where=f"task.{key}", found=str(found), allowed=allowed, hint="task.server=vllm")
         return
     _check_addresses(task)
     if task.server_key_variable is not None and re.fullmatch(_VARIABLE, task.server_key_variable) is None:
-        raise ConfigError(
-            "a config may send no other variable of the environment to a server",
-            where="task.server_key_variable",
-            found=task.server_key_variable,
-            allowed="a name such as VLLM_API_KEY, SGLANG_API_KEY or HFDIST_SERVER_KEY",
-            hint="task.server_key_variable=HFDIST_SERVER_KEY",
-        )
-    without: list[tuple[str, object, str, str]] = [
-        ("task.generators", task.generators, "0", "prompts go to servers or to generators, not to both"),
-        ("task.generators_port", task.generators_port, "null", "prompts go to servers or to generators, not to both"),
-        ("task.environment", task.environment, "null", "a server gives answers of one turn in this version"),
-    ]
-    for key, found, allowed, why in without:
-        if found:
-            raise ConfigError(
-                why, where=key, found=f"{found}, with {_of(task)}", allowed=allowed, hint=f"{key}={allowed}"
-            )
+        what, key = "a config may send no other variable of the environment to a server", "task.server_key_variable"
+        allowed = "a name such as VLLM_API_KEY, SGLANG_API_KEY or HFDIST_SERVER_KEY"
+        raise conflict(config, key, what, allowed=allowed, hint=f"{key}=HFDIST_SERVER_KEY")
+    in_place_of_generators = "prompts go to servers or to generators, not to both"
+    for name, allowed, what in (
+        ("generators", "0", in_place_of_generators),
+        ("generators_port", "null", in_place_of_generators),
+        ("environment", "null", "a server gives answers of one turn in this version"),
+    ):
+        if getattr(task, name):
+            key = f"task.{name}"
+            raise conflict(config, f"{key} task.server", what, allowed=allowed, hint=f"{key}={allowed}")
     if config.adapter.is_used:
-        why, found = "a server reads whole models in this version", f"an adapter, with {_of(task)}"
-        raise ConfigError(why, where="adapter", found=found, allowed="none", hint="adapter=none")
+        what, found = "a server reads whole models in this version", f"an adapter, with {_of(task)}"
+        raise ConfigError(what, where="adapter", found=found, allowed="none", hint="adapter=none")
     if task.server is InferenceServer.vllm and task.temperature != 1 and (task.top_k is not None or task.top_p != 1):
         raise ConfigError(
             "vLLM would give log-probabilities among the likeliest tokens, and the loss needs those among all",

@@ -22,13 +22,9 @@ def check_train(config: RunConfig) -> None:
 def _check_length(config: RunConfig) -> None:
     train = config.train
     if train.max_steps is None and train.epochs is None:
-        raise ConfigError(
-            "nothing ends the run",
-            where="train.max_steps, train.epochs",
-            found="both null",
-            allowed="a number of steps, of passes over the data, or both",
-            hint="train.epochs=1",
-        )
+        what, allowed = "nothing ends the run", "a number of steps, of passes over the data, or both"
+        where = "train.max_steps, train.epochs"
+        raise ConfigError(what, where=where, found="both null", allowed=allowed, hint="train.epochs=1")
     if train.micro_batch_size > train.global_batch_size:
         what = "a micro batch is larger than the global batch that it is a part of"
         allowed = f"<= {train.global_batch_size} (train.global_batch_size)"

@@ -18,6 +18,7 @@ from hfdist.config.checks.report import check_report
 from hfdist.config.checks.strategy import check_layout
 from hfdist.config.checks.task import check_task
 from hfdist.config.checks.train import check_train
+from hfdist.config.plain_values import check_items
 from hfdist.config.run import RunConfig
 from hfdist.config.schema import values_by_key
 from hfdist.errors import ConfigError
@@ -48,6 +49,7 @@ def _check_ranges(config: RunConfig) -> None:
         if key.limit is not None and value is not None and not key.limit.accepts(value):
             what = "the number is out of range" if "number" in key.allowed else "the value is of another kind"
             raise ConfigError(what, where=key.name, found=value, allowed=key.allowed)
+        check_items(key, value)
 
 
 def _check_run(config: RunConfig) -> None:
@@ -59,7 +61,7 @@ def _check_run(config: RunConfig) -> None:
         what = "the run's name must be a plain folder name"
         hint = f"run.name={plain_name}; the folder, which may be anywhere, is run.dir"
         raise conflict(config, "run.name", what, allowed=allowed, hint=hint)
-    if not config.run.dir.strip() or "\0" in config.run.dir:
+    if not config.run.dir.strip():
         raise conflict(config, "run.dir", "not a folder", allowed="a path", hint="run.dir=runs/first")
     push_to = config.export.push_to
     if push_to is not None and not re.fullmatch(r"[\w.-]{1,96}/[\w.-]{1,96}", push_to):

@@ -121,6 +121,7 @@ def _write_run_out(arguments: Sequence[str]) -> list[str]:
 def _divide(
     arguments: Sequence[str], group: str, keys: Container[str], words: Sequence[str], recipes: Container[str]
 ) -> tuple[dict[str, str], list[str], list[str]]:
+    """Give the command's own words, the overrides of its group, and those of the run."""
     own: dict[str, str] = {}
     of_group: list[str] = []
     of_run: list[str] = []
@@ -159,14 +160,12 @@ def _split_flags(
             if not flags[name]:
                 raise ConfigError("this flag takes a value", where=COMMAND_LINE, found=argument)
         elif argument.startswith("-"):
-            known, key = (*without_value, *_VALUE_FLAGS), name.lstrip("-").replace("-", "_")
-            value = value or value_after(next(rest, "")) or ""
-            own = f"{group}.{key}={value or '...'}" if f"{group}.{key}" in keys else None
-            called = own or override_for(f"{group}.{key}", value or None)
-            hint = called or reason_against(key) or nearest(name, known) or "--help"
-            raise ConfigError(
-                "there is no such flag", where=COMMAND_LINE, found=argument, allowed=", ".join(known), hint=hint
-            )
+            known, leaf = (*without_value, *_VALUE_FLAGS), name.lstrip("-").replace("-", "_")
+            key, value = f"{group}.{leaf}", value or value_after(next(rest, "")) or ""
+            override = f"{key}={value or '...'}" if key in keys else override_for(key, value or None)
+            hint = override or reason_against(leaf) or nearest(name, known) or "--help"
+            what, allowed = "there is no such flag", ", ".join(known)
+            raise ConfigError(what, where=COMMAND_LINE, found=argument, allowed=allowed, hint=hint)
         else:
             overrides.append(argument)
     return flags, overrides

@@ -74,13 +74,9 @@ def _misread(argument: str, following: str, keys: Mapping[str, str]) -> ConfigEr
         hint = f"--{near}"
     else:
         hint = f"{near}={value or value_after(following) or '...'}"
-    return ConfigError(
-        f"there is no key `{name}`" if equals and name not in keys else "this cannot be read",
-        where=COMMAND_LINE,
-        found=argument,
-        allowed=", ".join(f"{key}={values_of}" for key, values_of in keys.items()),
-        hint=hint,
-    )
+    what = f"there is no key `{name}`" if equals and name not in keys else "this cannot be read"
+    allowed = ", ".join(f"{key}={values_of}" for key, values_of in keys.items())
+    return ConfigError(what, where=COMMAND_LINE, found=argument, allowed=allowed, hint=hint)
 
 
 def value_after(following: str) -> str | None:
@@ -92,13 +88,8 @@ def read_flag(values: Mapping[str, str], name: str) -> bool:
     """Give a value that is true or false, which is the default; ConfigError: it is neither."""
     value = values.get(name, "false")
     if value not in ("true", "false"):
-        raise ConfigError(
-            "no such value",
-            where=f"{name} ({COMMAND_LINE})",
-            found=value,
-            allowed="true, false",
-            hint=nearest(value, ("true", "false"), f"{name}={{}}", cutoff=0.0),
-        )
+        where, hint = f"{name} ({COMMAND_LINE})", nearest(value, ("true", "false"), f"{name}={{}}", cutoff=0.0)
+        raise ConfigError("no such value", where=where, found=value, allowed="true, false", hint=hint)
     return value == "true"
 
 
@@ -106,12 +97,8 @@ def read_number(values: Mapping[str, str], name: str, default: str) -> int:
     """Read a whole number from 1; ConfigError: the value is none."""
     text = values.get(name, default)
     if not text.isdecimal() or len(text) > _MOST_DIGITS or int(text) < 1:
-        raise ConfigError(
-            "no such value",
-            where=f"{name} ({COMMAND_LINE})",
-            found=text,
-            allowed=f"a whole number >= 1, as in {name}=2",
-        )
+        where, allowed = f"{name} ({COMMAND_LINE})", f"a whole number >= 1, as in {name}=2"
+        raise ConfigError("no such value", where=where, found=text, allowed=allowed)
     return int(text)
 
 
@@ -141,13 +128,9 @@ def find_run(value: str, marks: Sequence[str | Path], key: str | None = None) ->
         what = "this is the folder of a sweep, whose trials are runs"
         raise ConfigError(what, where=where, found=value, hint=shlex.quote(f"{given}{trials[0].parent}"))
     nearby = _run_nearby(folder, marks, others)
-    raise ConfigError(
-        "there is no such run",
-        where=where,
-        found=value,
-        allowed=f"a folder with {' or '.join(map(str, marks))}{beside}",
-        hint=None if nearby is None else shlex.quote(f"{given}{nearby}"),
-    )
+    hint = None if nearby is None else shlex.quote(f"{given}{nearby}")
+    allowed = f"a folder with {' or '.join(map(str, marks))}{beside}"
+    raise ConfigError("there is no such run", where=where, found=value, allowed=allowed, hint=hint)
 
 
 def _run_nearby(folder: Path, marks: Sequence[str | Path], others: Sequence[str]) -> str | None:
@@ -179,29 +162,17 @@ def as_config_flags(arguments: Sequence[str]) -> list[str]:
         given = value if equals else next(rest, "")
         path, where = expand_user(given), f"{flag} ({COMMAND_LINE})"
         if path.suffix != ".yaml" or not os.path.isfile(path):
-            raise ConfigError(
-                "there is no such config",
-                where=where,
-                found=str(path) if given else None,
-                allowed="a .yaml file, such as the config.yaml of a run",
-                hint=f"rename {path.name} to {path.stem}.yaml"
-                if path.suffix == ".yml" and os.path.isfile(path)
-                else None,
-            )
+            what, allowed = "there is no such config", "a .yaml file, such as the config.yaml of a run"
+            is_yml = path.suffix == ".yml" and os.path.isfile(path)
+            hint = f"rename {path.name} to {path.stem}.yaml" if is_yml else None
+            raise ConfigError(what, where=where, found=str(path) if given else None, allowed=allowed, hint=hint)
+        config_flags = ["--config-dir", str(path.parent), "--config-name", path.stem]
         if others:
-            raise ConfigError(
-                "the config is given twice",
-                where=where,
-                found=f"{flag}, and {others[0]}",
-                hint=shlex.join(["--config-dir", str(path.parent), "--config-name", path.stem]),
-            )
+            what, found = "the config is given twice", f"{flag}, and {others[0]}"
+            raise ConfigError(what, where=where, found=found, hint=shlex.join(config_flags))
         if path.stem in RECIPES:
-            raise ConfigError(
-                "a file of this name hides the shipped one that it begins with",
-                where=where,
-                found=path.name,
-                hint="another name for the file",
-            )
-        written += ["--config-dir", str(path.parent), "--config-name", path.stem]
+            what, hint = "a file of this name hides the shipped one that it begins with", "another name for the file"
+            raise ConfigError(what, where=where, found=path.name, hint=hint)
+        written += config_flags
         others.append(argument)
     return written

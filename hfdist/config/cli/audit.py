@@ -83,10 +83,8 @@ def parse_request(arguments: Sequence[str]) -> AuditRequest:
     # A folder's name may hold commas.
     given = [values["run"]] if is_run_folder(values["run"]) else values["run"].split(",")
     if len(given) > len(set(given) - {""}):
-        allowed = "one folder, or the different ones of islands: run=runs/A,runs/B"
-        raise ConfigError(
-            "these are no different runs", where=f"run ({COMMAND_LINE})", found=values["run"], allowed=allowed
-        )
+        where, allowed = f"run ({COMMAND_LINE})", "one folder, or the different ones of islands: run=runs/A,runs/B"
+        raise ConfigError("these are no different runs", where=where, found=values["run"], allowed=allowed)
     runs = tuple(find_run(run, (IN_RUN.config,), "run") for run in given)
     text = values.get("text", "short")
     if text not in _TEXTS:

@@ -15,11 +15,11 @@ from hfdist.errors import ConfigError
 from hfdist.records import RunRecord, State, read_run
 from hfdist.units import count, duration
 
-# Keys that change neither the training nor what a run does at its end, such as the export.
-_IDLE = (
-    *("launch.*", "strategy.*", "watch.*", "train.micro_batch_size", "train.max_hours", "train.max_cost"),
-    *("train.max_kwh", "train.deadline", "checkpoint.allow_changes", "report.progress"),
-)
+_IDLE_KEYS = (
+    "launch.*", "strategy.*", "watch.*", "train.micro_batch_size", "train.max_hours", "train.max_cost", "train.max_kwh",
+    "train.deadline", "checkpoint.allow_changes", "report.progress",
+)  # fmt: skip
+"""Keys that change neither the training nor what a run does at its end, such as the export."""
 
 
 def describe_finished(config: RunConfig) -> str | None:
@@ -56,7 +56,7 @@ def _has_results(config: RunConfig, step: int) -> bool:
 
 def leaves_all_done(changes: Sequence[Change]) -> bool:
     """Whether a run that has ended has nothing left to do after these changes."""
-    return all(any(fnmatch.fnmatch(change.key, pattern) for pattern in _IDLE) for change in changes)
+    return all(any(fnmatch.fnmatch(change.key, pattern) for pattern in _IDLE_KEYS) for change in changes)
 
 
 def _refuse_without_effect(config: RunConfig, changes: Sequence[Change], steps: int) -> None:

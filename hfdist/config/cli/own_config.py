@@ -46,13 +46,9 @@ def as_recipe(given: str, others: Sequence[str] = ()) -> list[str]:
         values = read_config(path)
         if "defaults" not in values:
             refuse_config_of_others(values, display(path))
-        raise ConfigError(
-            "the config does not say what it trains",
-            where=display(path),
-            allowed=f"one of {', '.join(RECIPES)} in its defaults list, or a task ({', '.join(_tasks())}) in task.name",
-            hint="begin it with `defaults: [finetune, _self_]`; "
-            "for DPO `defaults: [tune, {override task: dpo}, _self_]`",
-        )
+        allowed = f"one of {', '.join(RECIPES)} in its defaults list, or a task ({', '.join(_tasks())}) in task.name"
+        hint = "begin it with `defaults: [finetune, _self_]`; for DPO `defaults: [tune, {override task: dpo}, _self_]`"
+        raise ConfigError("the config does not say what it trains", where=display(path), allowed=allowed, hint=hint)
     return [recipe, "--config", str(path), *others]
 
 
@@ -60,13 +56,9 @@ def _no_config(given: str, path: Path, run: RunFolder) -> ConfigError:
     """Say that there is no config at `path`, with the nearest run beside it."""
     beside = path.parent.glob(f"*/{run.config.name}") if os.path.isdir(path.parent) else ()
     runs = [shlex.quote(str(other.parent)) for other in beside]
-    return ConfigError(
-        "there is no such config",
-        where=f"run ({COMMAND_LINE})",
-        found=given or None,
-        allowed=f"a .yaml file, or a run's folder, which has a {run.config.name}",
-        hint=nearest(str(path), runs, "hfdist run {}") or "hfdist run FILE.yaml key=value ...",
-    )
+    hint = nearest(str(path), runs, "hfdist run {}") or "hfdist run FILE.yaml key=value ..."
+    where, allowed = f"run ({COMMAND_LINE})", f"a .yaml file, or a run's folder, which has a {run.config.name}"
+    return ConfigError("there is no such config", where=where, found=given or None, allowed=allowed, hint=hint)
 
 
 def _find_recipe(path: Path, seen: set[Path]) -> str | None:
@@ -80,7 +72,7 @@ def _find_recipe(path: Path, seen: set[Path]) -> str | None:
         if name in RECIPES:
             return name
         beside = path.parent / f"{name}.yaml"
-        if "/" not in name and beside not in seen and beside.is_file():
+        if "/" not in name and beside not in seen and os.path.isfile(beside):
             found = _find_recipe(beside, seen)
             if found is not None:
                 return found

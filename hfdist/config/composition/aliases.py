@@ -25,6 +25,8 @@ from hfdist.config.optimizer import OptimizerName
 
 _MOST_MINUTES = 10_000
 """A larger number is a time in seconds."""
+_NOTHING = ("false", "none", "null", "no_shard")
+_ZERO = "strategy=zero{value}"
 
 
 def override_for(name: str, value: object = None) -> str | None:
@@ -33,46 +35,61 @@ def override_for(name: str, value: object = None) -> str | None:
     template = OVERRIDES.get(name, OVERRIDES.get(name.rpartition(".")[2]))
     if template is None:
         return None
-    if template == "strategy=zero{value}" and not str(value).isdecimal():
+    ready = _without_template(template, name, str(value))
+    if ready is not None:
+        return ready
+    text = _value_text(template, value)
+    if text is not None and text.lower() in _NOTHING:
+        template = OPPOSITES.get(template, template)
+    key = template.removesuffix("={value}")
+    if text is not None:
+        text = VALUES.get(key, {}).get(text, text)
+    if key == "checkpoint.resume" and (text is None or text.lower() == "true"):
+        text = "auto"
+    if text is not None and "[{value}]" in template:
+        text = text.strip("[]")
+    if text is not None and key != template:
+        text = read_quantity(key, text) or text
+    if template == HUB_DATA and text is not None and Path(text).suffix:
+        template = "data={value}"
+    return _fill(template, text)
+
+
+def _without_template(template: str, name: str, value: str) -> str | None:
+    """Give what stands for some values in place of the template; None: it is the template."""
+    if template == _ZERO and value in STAGES:
         # As LLaMA-Factory has `stage: sft`.
-        if str(value) in STAGES:
-            return f"hfdist {STAGES[str(value)]}, in place of {name}={value}"
-        value = None
-    if template == REWARDS and re.search(r"[:/]|\.py", str(value)):
+        return f"hfdist {STAGES[value]}, in place of {name}={value}"
+    if template == REWARDS and re.search(r"[:/]|\.py", value):
         return OWN_REWARD
-    if template == HELD_OUT and re.fullmatch(r"0?\.\d+", str(value)):
+    if template == HELD_OUT and re.fullmatch(r"0?\.\d+", value):
         return f"data.eval_fraction={value}"
     if template == BETAS:
-        pair = re.findall(r"[\d.]+", str(value))
+        pair = re.findall(r"[\d.]+", value)
         return "optimizer.beta1={} optimizer.beta2={}".format(*(pair if len(pair) == 2 else ("0.9", "0.95")))
+    return None
+
+
+def _value_text(template: str, value: object) -> str | None:
+    """Write a value as an override has it; None: there is none that fits."""
     if template == "cluster.hours={value}":
-        value = _hours(value)
-    value = str(value).lower() if isinstance(value, bool) else value
+        return _hours(str(value))
+    if value is None or isinstance(value, dict) or (template == _ZERO and not str(value).isdecimal()):
+        return None
+    if isinstance(value, bool):
+        return str(value).lower()
     if isinstance(value, float) and value.is_integer():
         # As `num_train_epochs: 3.0`.
-        value = int(value)
-    if isinstance(value, dict | list):
-        value = ",".join(map(str, value)) if isinstance(value, list) else None
-    if value is not None and str(value).lower() in ("false", "none", "null", "no_shard"):
-        template = OPPOSITES.get(template, template)
-    value = VALUES.get(template.removesuffix("={value}"), {}).get(str(value), value)
-    if template == "checkpoint.resume={value}" and (value is None or str(value).lower() == "true"):
-        value = "auto"
-    if "[{value}]" in template and value is not None:
-        value = str(value).strip("[]")
-    if template == HUB_DATA and Path(str(value)).suffix:
-        template = "data={value}"
-    if template.endswith("={value}"):
-        value = read_quantity(template.removesuffix("={value}"), str(value)) or value
-    return _fill(template, None if value is None else str(value))
+        return str(int(value))
+    return ",".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
-def _hours(value: object) -> object:
+def _hours(text: str) -> str | None:
     """Give the hours of a time as SLURM has it; None: it is none.
 
     M, M:S, H:M:S, D-H, D-H:M and D-H:M:S are days, hours, minutes and seconds. YAML reads H:M:S as seconds.
     """
-    time = re.fullmatch(r"(?:(\d+)-)?(\d+)(?::(\d+))?(?::(\d+))?", str(value))
+    time = re.fullmatch(r"(?:(\d{1,9})-)?(\d{1,9})(?::(\d{1,9}))?(?::(\d{1,9}))?", text)
     if time is None:
         return None
     days, *numbers = time.groups()

@@ -26,7 +26,7 @@ from hfdist.config.composition.refused_values import refuse_resolver
 from hfdist.config.composition.request import Request
 from hfdist.config.composition.unknown_keys import check_keys
 from hfdist.config.composition.yaml_text import to_yaml_text
-from hfdist.config.conf_folder import shipped_folder
+from hfdist.config.conf_folder import list_options, shipped_folder
 from hfdist.config.data import EXAMPLES, Packing, RowFormat, SourceKind
 from hfdist.config.model import Init
 from hfdist.config.paths import expand_user
@@ -68,10 +68,10 @@ def make_request(name: str, overrides: Sequence[str], extra_dir: str | Path | No
     folders: tuple[Path, ...] = (shipped_folder(),)
     if extra_dir is not None:
         own = expand_user(extra_dir).absolute()
-        if not own.is_dir():
+        if not os.path.isdir(own):
             raise ConfigError("there is no such config folder", where="--config-dir", found=extra_dir)
         folders = (own, *folders)
-    recipe = name if (shipped_folder() / f"{name}.yaml").is_file() else "pretrain"
+    recipe = name if name in list_options(shipped_folder(), ".") else "pretrain"
     prepared = prepare_overrides(overrides, recipe, folders)
     return Request(config_name=name.removesuffix(".yaml"), overrides=prepared, folders=folders)
 
@@ -143,7 +143,7 @@ def _refuse_mixed_example(values: RunConfig, request: Request) -> None:
     added = {part[1] for key in keys if (part := re.match(r"data\.sources\.([^.=]+)", key))}
     sources = values.data.sources
     example = next((name for name in EXAMPLES if name in sources and name not in added), None)
-    is_chosen = {"data", "experiment"} & {*keys} or not (shipped_folder() / f"{request.config_name}.yaml").is_file()
+    is_chosen = {"data", "experiment"} & {*keys} or request.config_name not in list_options(shipped_folder(), ".")
     if not added or example is None or is_chosen or any(source.weight is not None for source in sources.values()):
         return
     name = min(added)

@@ -59,13 +59,9 @@ def _chosen(listed: Sequence[object]) -> Iterator[tuple[str, str, str]]:
 def refuse_config_of_others(values: Mapping[str, object], place: str) -> None:
     """Raise a ConfigError on the config of accelerate or of another trainer, with the command that does the same."""
     if {"compute_environment", "distributed_type"} & values.keys():
-        raise ConfigError(
-            "this is a config of accelerate",
-            where=place,
-            found=next(iter(values)),
-            hint=f"accelerate launch --config_file {shlex.quote(place)} recipes/NAME.py ..., "
-            "where NAME is pretrain, finetune or tune",
-        )
+        start = f"accelerate launch --config_file {shlex.quote(place)} recipes/NAME.py ..."
+        hint = f"{start}, where NAME is pretrain, finetune or tune"
+        raise ConfigError("this is a config of accelerate", where=place, found=next(iter(values)), hint=hint)
     if "zero_optimization" in values:
         section = values["zero_optimization"]
         stage = section.get("stage") if isinstance(section, dict) else None

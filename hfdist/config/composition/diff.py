@@ -18,35 +18,36 @@ from hfdist.config.strategy import Compression
 from hfdist.errors import CheckpointError, HfdistError
 from hfdist.records.run_folder import RunFolder
 
-_SAFE = (
-    # Where a run lies, what it says, saves and measures, and when it gives up.
-    *("run.*", "report.*", "export.*", "checkpoint.*", "evaluate.*", "watch.*", "cost.*", "adapter.merge"),
-    *("train.eval_*", "data.eval_sources*", "data.eval_sequences", "task.answer_seconds", "task.generators_host"),
-    # Other addresses of the same program; `task.server` itself changes who draws.
-    *("task.server_addresses", "task.server_key_variable"),
-    "task.teacher_sharding",
-    *("train.max_hours", "train.max_cost", "train.max_kwh", "train.deadline", "train.max_skipped_steps"),
-    *("train.max_rollbacks", "train.compare_replicas_every", "islands.address", "islands.port"),
-    *("islands.timeout_seconds", "islands.server_shards"),
-    # The layout, and how a step is computed.
-    *("launch.*", "strategy.*", "model.loss", "model.attention", "optimizer.fused", "train.micro_batch_size"),
-    *("train.compile", "train.gradient_checkpointing", "train.recompute", "train.activation_offload"),
-    # Where the data lie, as their cursor compares the content of files; and how they are read ahead.
-    *(
-        "data.sources.*.path",
-        "data.sources.*.index",
-        "data.shard",
-        "data.chat.template",
-        "data.cache_dir",
-        "data.file_cache_bytes",
+_SAFE_KEYS = {
+    "where a run lies, what it says, saves and measures": (
+        "run.*", "report.*", "export.*", "checkpoint.*", "evaluate.*", "watch.*", "cost.*", "adapter.merge",
+        "train.eval_*", "data.eval_sources*", "data.eval_sequences", "train.compare_replicas_every",
     ),
-    *("data.token_cache_bytes", "data.workers", "data.prefetch"),
-    # What becomes of images is in the identity of the cursor.
-    "data.images.*",
-    # Rows are quarantined while a run goes on, and leave the others where they were.
-    *("data.quarantine", "data.on_bad_rows"),
-)
-"""Patterns of keys under whose other values a training goes on as it would have; `find_changes` has the exceptions."""
+    "when it gives up": (
+        "train.max_hours", "train.max_cost", "train.max_kwh", "train.deadline", "train.max_skipped_steps",
+        "train.max_rollbacks", "task.answer_seconds", "islands.timeout_seconds",
+    ),
+    "addresses of the same program; task.server itself changes who draws": (
+        "task.server_addresses", "task.server_key_variable", "task.generators_host", "islands.address", "islands.port",
+    ),
+    "the layout, and how a step is computed": (
+        "launch.*", "strategy.*", "model.loss", "model.attention", "optimizer.fused", "train.micro_batch_size",
+        "train.compile", "train.gradient_checkpointing", "train.recompute", "train.activation_offload",
+        "task.teacher_sharding", "islands.server_shards",
+    ),
+    "where the data lie: their cursor compares the content of files, and what becomes of images": (
+        "data.sources.*.path", "data.sources.*.index", "data.shard", "data.chat.template", "data.cache_dir",
+        "data.images.*",
+    ),
+    "how they are read ahead": (
+        "data.file_cache_bytes", "data.token_cache_bytes", "data.workers", "data.prefetch",
+    ),
+    "rows that are left out while a run goes on: the others stay where they were": (
+        "data.quarantine", "data.on_bad_rows",
+    ),
+}  # fmt: skip
+"""Patterns of keys under whose other values a training goes on as it would have, by what they say; `find_changes` has
+the exceptions."""
 LENGTHS = ("train.max_steps", "train.epochs")
 """Keys of the length, which the rate of each step depends on under most schedules."""
 _COMPRESSION = "strategy.compression"
@@ -76,8 +77,8 @@ def find_changes(before: Mapping[str, object], after: Mapping[str, object]) -> l
     """
     old, new = dict(_leaves(before, "")), dict(_leaves(after, ""))
     keys = [*dict.fromkeys([*new, *old])]
-    old, new = (_defaults(keys, own) | as_now(own) for own in (old, new))
-    safe = {key for pattern in _SAFE for key in fnmatch.filter(keys, pattern)}
+    old, new = (_defaults(keys, values) | as_now(values) for values in (old, new))
+    safe = {key for patterns in _SAFE_KEYS.values() for pattern in patterns for key in fnmatch.filter(keys, pattern)}
     if new.get(_COMPRESSION, Compression.none.name) != Compression.none.name:
         # It loses a part of the gradients; what goes on without it does not.
         safe -= {*fnmatch.filter(keys, f"{_COMPRESSION}*")}
@@ -85,6 +86,7 @@ def find_changes(before: Mapping[str, object], after: Mapping[str, object]) -> l
     if is_constant and not (old.get(_WARMUP) or new.get(_WARMUP)):
         safe.update(LENGTHS)
     if all(values.get("task.generators") or values.get(_PORT) for values in (old, new)):
+        # Generators answer before and after: the port says only where others may join.
         safe.add(_PORT)
     # An empty mapping on one side is no change of its own where the other side has keys in it, at any depth.
     sections = {key[:dot] for key in keys for dot, letter in enumerate(key) if letter == "."}
@@ -116,22 +118,22 @@ def check_changes(changes: list[Change], *, allowed: bool, where: str) -> None:
         )
 
 
-def _defaults(keys: Iterable[str], own: Iterable[str]) -> dict[str, object]:
-    """Give the defaults of those keys that have one, also of keys of the sources of the config `own`."""
-    names = {".".join(key.split(".")[:3]) for key in own}
+def _defaults(keys: Iterable[str], config: Iterable[str]) -> dict[str, object]:
+    """Give the defaults of those keys that have one; a key of a source has one if `config` has keys of this source."""
+    sources = {".".join(key.split(".")[:3]) for key in config}
     known = dict(_leaves(to_values(RunConfig()), ""))
-    of_source = dict(_leaves(plain(SourceConfig()), ""))
+    source_defaults = dict(_leaves(plain(SourceConfig()), ""))
     for key in keys:
-        section, _, leaf = key.rpartition(".")
-        if section in names and section.rpartition(".")[0] in _SOURCES and leaf in of_source:
-            known[key] = of_source[leaf]
+        source, _, leaf = key.rpartition(".")
+        if source in sources and source.rpartition(".")[0] in _SOURCES and leaf in source_defaults:
+            known[key] = source_defaults[leaf]
     return {key: known[key] for key in keys if key in known}
 
 
 def _leaves(value: object, key: str) -> Iterator[tuple[str, object]]:
     if isinstance(value, Mapping) and value:
         for name, item in value.items():
-            yield from _leaves(item, f"{key}.{name}".lstrip("."))
+            yield from _leaves(item, f"{key}.{name}" if key else name)
     else:
         yield key, value
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import io
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -61,7 +62,7 @@ class CheckedFolder(ConfigSource):
     def load_config(self, config_path: str) -> ConfigResult:
         """Read, check and parse one file; ConfigError: see `read_config_text`."""
         path = self._file(config_path)
-        if not path.is_file():
+        if not os.path.isfile(path):
             raise ConfigLoadError(f"Config not found : {path}")
         text = read_config_text(path)
         with refusing_yaml(text, display(path)):
@@ -75,11 +76,12 @@ class CheckedFolder(ConfigSource):
 
     def is_group(self, config_path: str) -> bool:
         """Whether this is a folder of options."""
-        return config_path not in NOT_GROUPS and (Path(self.path) / config_path).is_dir()
+        return config_path not in NOT_GROUPS and os.path.isdir(Path(self.path) / config_path)
 
     def is_config(self, config_path: str) -> bool:
         """Whether this is a config file."""
-        return self._file(config_path).is_file()
+        # Not by pathlib: Python 3.11 raises for a name that is too long.
+        return os.path.isfile(self._file(config_path))
 
     def available(self) -> bool:
         """Whether the folder exists."""

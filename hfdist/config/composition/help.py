@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from omegaconf import DictConfig, OmegaConf
 
 from hfdist.config.composition.request import Request
+from hfdist.config.composition.yaml_text import to_yaml_text
 from hfdist.config.schema import find_key
 
 _HEAD = """\
@@ -45,7 +46,7 @@ def describe(config: DictConfig, request: Request) -> str:
 def _keys(config: DictConfig) -> Iterator[str]:
     """Give the lines of the config in YAML, each key with what it is."""
     parents: list[tuple[int, str]] = []
-    for line in OmegaConf.to_yaml(config).splitlines():
+    for line in to_yaml_text(OmegaConf.to_container(config, enum_to_str=True)).splitlines():
         match = _LINE.fullmatch(line)
         if match is None:
             # An item of a list.

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator
-from pathlib import Path
 
 from hydra.errors import MissingConfigException
 from omegaconf.errors import (
@@ -20,7 +20,6 @@ from hfdist.config.composition.files import display, read_config
 from hfdist.config.composition.options import (
     defaults_line,
     hint_for_option,
-    join_names,
     override_for_synonym,
     overrides_in_yaml,
     unknown_option,
@@ -101,10 +100,9 @@ def _missing_config(error: MissingConfigException, request: Request) -> ConfigEr
         names = {path for folder in request.folders for path in list_options(folder, ".")}
         where = f"--config-name ({COMMAND_LINE})" if name == request.config_name else f"defaults list: {name}"
         hint = nearest(name, sorted(names), "--config-name {}")
-        return ConfigError(
-            "there is no such primary config", where=where, found=name, allowed=join_names(names), hint=hint
-        )
-    if name == request.config_name and Path(f"{name}.yaml").is_file():
+        what, allowed = "there is no such primary config", ", ".join(sorted(names))
+        return ConfigError(what, where=where, found=name, allowed=allowed, hint=hint)
+    if name == request.config_name and os.path.isfile(f"{name}.yaml"):
         what, hint = "a primary config by its name lies in the folder of --config-dir", f"--config {name}.yaml"
         return ConfigError(what, where=f"--config-name ({COMMAND_LINE})", found=name, hint=hint)
     groups, place = request.groups(), _file_place(error, request) or COMMAND_LINE
@@ -112,9 +110,9 @@ def _missing_config(error: MissingConfigException, request: Request) -> ConfigEr
     if not options:
         hint = nearest(group, sorted(groups), f"{{}}: {option}")
         return ConfigError(
-            f"there is no group `{group}`", where=place, found=name, allowed=join_names(groups), hint=hint
+            f"there is no group `{group}`", where=place, found=name, allowed=", ".join(sorted(groups)), hint=hint
         )
-    if any((folder / f"{name}.yml").is_file() for folder in request.folders):
+    if any(os.path.isfile(folder / f"{name}.yml") for folder in request.folders):
         hint = f"rename {option}.yml to {option}.yaml"
     else:
         own = f"add {group}/{option}.yaml to a folder and give --config-dir"
@@ -139,47 +137,67 @@ def _bad_value(
 ) -> ConfigError:
     if isinstance(cause, InterpolationResolutionError):
         return explain_interpolation(cause)
-    key = cause.full_key or (override.key if override is not None else "")
-    merged = re.search(r"not a subclass of (\w+)\. value: (.*)", str(cause))
-    if merged and not key:
-        key = next((k.name for k in all_keys().values() if getattr(k.type, "__name__", "") == merged[1]), "")
-    value = merged[2] if merged and cause.value is None else cause.value
-    if override is not None and value in (None, {}):
-        value = override.value_text
-    if not key and "with ListConfig" in str(cause):
-        key, value = next(_lists_for_mappings(request), ("", value))
-    allowed, options = allowed_for(key), request.groups().get(key, [])
+    key, value = _key_and_value(cause, override, request)
     if key.startswith("task.rewards."):
-        what, found = "a reward has a weight", f"{key.removeprefix('task.rewards.')}: {value}"
-        hint = OWN_REWARD if ".py" in found else None
-        return ConfigError(what, where="task.rewards", found=found, allowed="{NAME: WEIGHT}", hint=hint)
+        reward = f"{key.removeprefix('task.rewards.')}: {value}"
+        what, hint = "a reward has a weight", OWN_REWARD if ".py" in reward else None
+        return ConfigError(what, where="task.rewards", found=reward, allowed="{NAME: WEIGHT}", hint=hint)
     place = _place(error, override, key, request)
     is_in_file = override is None and not place.startswith(COMMAND_LINE)
+    allowed, options = allowed_for(key), request.groups().get(key, [])
     of_source = None if isinstance(value, dict | list) else hint_for_source(key, str(value))
-    if options and isinstance(value, str):
-        hint = (hint_for_file(key, value) if is_in_file else None) or override_for_synonym(key, value, options)
-        hint = hint or nearest(value, options, key + "={}")
-        if is_in_file and hint is None and key == "model":
-            hint = f"`{in_yaml('model.name', value)}`"
-    else:
-        hint = None if allowed is None else of_source or hint_for_value(key, value, allowed)
     if key.endswith("]"):
         # An entry of a list.
         hint = nearest(str(value), re.findall(r"\w+", allowed or ""), key.partition("[")[0] + "=[{}]")
+    elif options and isinstance(value, str):
+        hint = _hint_for_option(key, value, options, is_in_file=is_in_file)
+    else:
+        hint = None if allowed is None else of_source or hint_for_value(key, value, allowed)
     if hint and is_in_file:
-        option, leaf = hint.strip("'").removeprefix(f"{key}="), key.rpartition(".")[2]
-        if option == hint.strip("'") or " " in option:
-            hint = overrides_in_yaml(hint)
-        else:
-            of_group = f"`{defaults_line(key, option)}` in the defaults list of the file, in place of this line"
-            hint = of_group if options else f"`{leaf}: {option}` in {place}"
+        hint = _hint_in_file(hint, key, place, is_group=bool(options))
     what = "the value has the wrong type or is not among the allowed"
-    if of_source is not None and not is_in_file:
-        what = "there is no source in this value: each has a name, and keys of its own"
-    found = repr(value) if isinstance(value, str) else value
+    found: object = repr(value) if isinstance(value, str) else value
     if re.search(r"not Optional|Incompatible value 'None'", str(cause)):
         what, found = "this key needs a value, not null", "null"
+    elif of_source is not None and not is_in_file:
+        what = "there is no source in this value: each has a name, and keys of its own"
     return ConfigError(what, where=f"{key} ({place})" if key else place, found=found, allowed=allowed, hint=hint)
+
+
+def _key_and_value(
+    cause: OmegaConfBaseException, override: GivenOverride | None, request: Request
+) -> tuple[str, object]:
+    """Find the key that does not take a value, and the value; the key is empty where nobody says it."""
+    key, value = cause.full_key or (override.key if override is not None else ""), cause.value
+    merged = re.search(r"not a subclass of (\w+)\. value: (.*)", str(cause))
+    if merged and not key:
+        key = next((k.name for k in all_keys().values() if getattr(k.type, "__name__", "") == merged[1]), "")
+    if merged and value is None:
+        value = merged[2]
+    if override is not None and value in (None, {}):
+        value = override.value_text
+    if not key and "with ListConfig" in str(cause):
+        return next(_lists_for_mappings(request), ("", value))
+    return key, value
+
+
+def _hint_for_option(group: str, option: str, options: list[str], *, is_in_file: bool) -> str | None:
+    """Say what to write in place of an option that stands where the keys of its group belong."""
+    hint = hint_for_file(group, option) if is_in_file else None
+    hint = hint or override_for_synonym(group, option, options) or nearest(option, options, group + "={}")
+    if hint is None and is_in_file and group == "model":
+        return f"`{in_yaml('model.name', option)}`"
+    return hint
+
+
+def _hint_in_file(hint: str, key: str, place: str, *, is_group: bool) -> str:
+    """Write a hint as the file at `place` has it."""
+    value = hint.strip("'").removeprefix(f"{key}=")
+    if value == hint.strip("'") or " " in value:
+        return overrides_in_yaml(hint)
+    if is_group:
+        return f"`{defaults_line(key, value)}` in the defaults list of the file, in place of this line"
+    return f"`{key.rpartition('.')[2]}: {value}` in {place}"
 
 
 def _lists_for_mappings(request: Request) -> Iterator[tuple[str, object]]:

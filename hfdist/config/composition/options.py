@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterable
 
 from hfdist.config.composition.aliases import override_for_option
-from hfdist.config.composition.overrides import hint_for_file, in_yaml
+from hfdist.config.composition.overrides import PATH_KEYS, hint_for_file, in_yaml
 from hfdist.config.conf_folder import list_options, shipped_folder
 from hfdist.config.run import TRACKERS
 from hfdist.config.schema import OFF
@@ -17,7 +16,7 @@ from hfdist.errors import ConfigError, nearest
 def unknown_option(group: str, option: str, options: list[str], place: str, hint: str | None) -> ConfigError:
     """Say that a group has no such option."""
     what, where = f"the group `{group}` has no option `{option}`", f"{group} ({place})"
-    return ConfigError(what, where=where, found=option, allowed=join_names(options), hint=hint)
+    return ConfigError(what, where=where, found=option, allowed=", ".join(sorted(options)), hint=hint)
 
 
 def override_for_synonym(group: str, option: str, options: list[str]) -> str | None:
@@ -50,24 +49,21 @@ def overrides_in_yaml(hint: str) -> str:
     if not all(re.match(r"'?[\w.]+=", word) for word in words):
         return hint
     pairs = [word.strip("'").partition("=") for word in words]
+    return ", and ".join(_override_in_yaml(key, value) for key, _, value in pairs)
 
-    def line(key: str, value: str) -> str:
-        if key in ("model", "data") and value not in list_options(shipped_folder(), key):
-            path = "PATH" if value == "..." else value
-            found = hint_for_file(key, value)
-            return found or f"`{in_yaml('model.name' if key == 'model' else 'data.sources.files.path', path)}`"
-        is_option = "." not in key and hint_for_file(key, value) is None
-        of_group = f"`{defaults_line(key, value)}` in the defaults list"
-        return of_group if is_option else hint_for_file(key, value) or f"`{in_yaml(key, value)}`"
 
-    return ", and ".join(line(key, value) for key, _, value in pairs)
+def _override_in_yaml(key: str, value: str) -> str:
+    """Write one override as a file has it."""
+    of_path = hint_for_file(key, value)
+    if of_path is not None:
+        return of_path
+    if key in PATH_KEYS and value not in list_options(shipped_folder(), key):
+        return f"`{in_yaml(PATH_KEYS[key], 'PATH' if value == '...' else value)}`"
+    if "." in key:
+        return f"`{in_yaml(key, value)}`"
+    return f"`{defaults_line(key, value)}` in the defaults list"
 
 
 def defaults_line(group: str, option: str) -> str:
     """Write the choice of an option as a defaults list has it; no recipe lists an experiment."""
     return f"- {group}: {option}" if group == "experiment" else f"- override /{group}: {option}"
-
-
-def join_names(words: Iterable[str]) -> str:
-    """Write names in order, each once."""
-    return ", ".join(sorted({*words}))

@@ -9,7 +9,6 @@ import shlex
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 from hydra.core.override_parser.types import Override, OverrideType
 from hydra.errors import HydraException
@@ -46,22 +45,12 @@ class GivenOverride:
         return self.text.partition("=")[2]
 
 
-class _OfPath(NamedTuple):
-    """What a path stands for where an option of a group may stand."""
-
-    option: str
-    key: str
-    looks: str
-    """A regular expression that finds a path."""
-
-
-_OF_PATHS = {
-    "data": _OfPath("files", "data.sources.files.path", r"[/*?\\]|\.\w"),
-    # Of several with commas only a sweep takes one.
-    "model": _OfPath("hub", "model.name", r"^[^,]*/[^,]*$|\.gguf$"),
-}
-
-
+PATH_KEYS = {"data": "data.sources.files.path", "model": "model.name"}
+"""Groups that take a path in place of an option, and the key that then has the path."""
+_PATH_OPTIONS = {"data": "files", "model": "hub"}
+"""The options of these groups that read the path."""
+# Of several models with commas only a sweep takes one.
+_PATH_PATTERNS = {"data": re.compile(r"[/*?\\]|\.\w"), "model": re.compile(r"^[^,]*/[^,]*$|\.gguf$")}
 _ALLOWED = "key=value or group=option"
 _OF_MODELS = ("config.json", "adapter_config.json", "tokenizer.json", "model.safetensors")
 
@@ -86,7 +75,7 @@ def prepare_overrides(
         ConfigError: not an override, a sweep, a setting of Hydra, a `_target_`, or a secret.
     """
     files = [text.removeprefix("data=").strip("\"'") for text in texts if text.startswith("data=")]
-    if len({*files}) > 1 and all(re.search(_OF_PATHS["data"].looks, file) for file in files):
+    if len({*files}) > 1 and all(_PATH_PATTERNS["data"].search(file) for file in files):
         # The last one would win, as of any key; but who names two files wants both.
         where, hint = f"data ({COMMAND_LINE})", mixture_hint(dict.fromkeys(files))
         raise ConfigError("files are given twice", where=where, found=" ".join(files), hint=hint)
@@ -137,14 +126,13 @@ def in_yaml(key: str, value: object) -> str:
 
 def hint_for_file(key: str, value: str) -> str | None:
     """Say what a file has in place of a path that the command line takes for a group; None: it is no path of one."""
-    if key not in _OF_PATHS or not re.search(_OF_PATHS[key].looks, value):
+    if key not in PATH_KEYS or not _PATH_PATTERNS[key].search(value):
         return None
-    option, path_key, _ = _OF_PATHS[key]
     several = re.findall(r"'([^']+)'", value) if value.startswith("[") else []
     if several and key == "data":
         parts = ", ".join(f"part{number}: {{path: {file}}}" for number, file in enumerate(several, 1))
         return f"`data: {{sources: {{{parts}}}}}`, and `- override /data: mixture` in the defaults list"
-    return f"`{in_yaml(path_key, value)}`, and `- override /{key}: {option}` in the defaults list"
+    return f"`{in_yaml(PATH_KEYS[key], value)}`, and `- override /{key}: {_PATH_OPTIONS[key]}` in the defaults list"
 
 
 def _name_files(text: str, folders: Sequence[Path]) -> list[str]:
@@ -153,11 +141,10 @@ def _name_files(text: str, folders: Sequence[Path]) -> list[str]:
     if key.lstrip("+") == PLACE and value.endswith(".json"):
         where = f"{PLACE} ({COMMAND_LINE})"
         return [as_override(PLACE, read_deepspeed_file(value, where))]
-    if key not in _OF_PATHS or not (re.search(_OF_PATHS[key].looks, value) or _is_there(key, value, folders)):
+    if key not in PATH_KEYS or not (_PATH_PATTERNS[key].search(value) or _is_there(key, value, folders)):
         return [text]
-    option, path_key, _ = _OF_PATHS[key]
     path = value.strip("\"'").replace("'", "\\'")
-    return [f"{key}={option}", f"{path_key}='{path}'"]
+    return [f"{key}={_PATH_OPTIONS[key]}", f"{PATH_KEYS[key]}='{path}'"]
 
 
 def _is_there(group: str, name: str, folders: Sequence[Path]) -> bool:
@@ -169,7 +156,7 @@ def _is_there(group: str, name: str, folders: Sequence[Path]) -> bool:
 def _prepare(text: str, recipe: str) -> GivenOverride:
     try:
         override = parse_override(text)
-    except (HydraException, RecursionError) as error:
+    except HydraException as error:
         raise _not_an_override(text) from error
     key = override.key_or_group
     where = f"{key} ({COMMAND_LINE})"

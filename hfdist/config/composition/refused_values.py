@@ -58,6 +58,8 @@ def check_pair(pair: Pair, place: str) -> None:
     for node in (pair.key, value):
         if isinstance(node, yaml.ScalarNode):
             refuse_resolver(node.value, where)
+            if "\0" in node.value:
+                raise ConfigError("no text of a config has a NUL character", where=where, found=node.value)
     if isinstance(value, yaml.ScalarNode) and not value.tag.endswith((":null", ":bool")):
         refuse_secrets(value.value, name, place=at)
     section, _, rest = name.partition(".")
@@ -88,11 +90,15 @@ def refuse_resolver(text: str, where: str) -> None:
     The environment is the reason: what `${oc.env:...}` reads would end in the saved config, secrets included.
     """
     # An odd number of backslashes makes the text itself of what follows.
-    rest, previous = re.sub(r"(?<!\\)(\\\\)*\\\$\{", "_", text), ""
-    while rest != previous:
-        # Innermost plain references first, so that a resolver whose name is itself a reference is seen too.
-        rest, previous = re.sub(r"\$\{[^{}:]*\}", "_", rest), rest
-    if re.search(r"\$\{[^{}]*:", rest):
-        what = "only other keys can be interpolated; the environment is kept out of a config, because it is saved"
-        hint = 'write the value on the command line: key="$VARIABLE" (the shell fills it in)'
-        raise ConfigError(what, where=where, found=text, allowed="${section.key}", hint=hint)
+    read = re.sub(r"(?<!\\)(\\\\)*\\\$\{", "_", text)
+    # A resolver's name may itself be a reference, so each colon counts for the innermost brace that is open before it.
+    opened: list[str] = []
+    for sign in re.findall(r"\$\{|[{}:]", read):
+        if sign == ":" and opened[-1:] == ["${"]:
+            what = "only other keys can be interpolated; the environment is kept out of a config, because it is saved"
+            hint = 'write the value on the command line: key="$VARIABLE" (the shell fills it in)'
+            raise ConfigError(what, where=where, found=text, allowed="${section.key}", hint=hint)
+        if sign == "}":
+            del opened[-1:]
+        elif sign != ":":
+            opened.append(sign)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -32,7 +33,8 @@ class Request:
     def file(self, config_path: str) -> Path | None:
         """Give the file of an option such as `optimizer/adamw`; None: there is none."""
         paths = (folder / f"{config_path.removesuffix('.yaml')}.yaml" for folder in self.folders)
-        return next((path for path in paths if path.is_file()), None)
+        # Not by pathlib: Python 3.11 raises for a name that is too long.
+        return next((path for path in paths if os.path.isfile(path)), None)
 
     def value_of(self, key: str) -> str | None:
         """Give what the command line sets a key or group to; None: it does not."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import is_dataclass
@@ -20,7 +21,7 @@ from hfdist.config.composition.overrides import COMMAND_LINE, refuse_number
 from hfdist.config.conf_folder import list_options, shipped_folder
 from hfdist.config.override_text import parse_override
 from hfdist.config.paths import expand_user
-from hfdist.config.plain_values import flatten, plain
+from hfdist.config.plain_values import check_items, flatten, plain
 from hfdist.config.schema import ANY_NAME, Key, all_keys, keys_of, values_by_key
 from hfdist.errors import ConfigError, first_line, nearest
 
@@ -85,7 +86,8 @@ class Section(Generic[T]):
         """
         options = self.options(own)
         path = options.get(name, expand_user(name))
-        if path.is_file():
+        # Not by pathlib: Python 3.11 raises for a name that is too long.
+        if os.path.isfile(path):
             return path
         known = sorted({*options, *others})
         raise ConfigError(
@@ -99,34 +101,35 @@ class Section(Generic[T]):
     def _merge(self, config: DictConfig, key: str, value: object, place: str) -> DictConfig:
         for name, _ in self._members(key, value):
             if name not in self.keys:
-                # It may stand one section higher.
-                above = f"{self._prefix}{name.rpartition('.')[2]}"
-                called = override_for(name, value) or override_for(above, value) or ""
-                is_own = called.startswith(self._prefix)
-                hint = called if is_own else self._of_a_run(name, value)
-                if above in self.keys:
-                    hint = hint or f"{above}={value}"
-                leaves = [key.removeprefix(self._prefix) for key in self.keys]
-                hint = hint or reason_against(name)
-                hint = hint or nearest(
-                    name.removeprefix(self._prefix), leaves, f"{self._prefix}{{}}={value}", cutoff=0.75
-                )
-                section = self.keys.get(name.rpartition(".")[0])
-                known = [k.name for k in self.keys.values() if section is None or k.name.startswith(section.name)]
-                what, names = f"there is no key `{name}`", ", ".join(known)
-                raise ConfigError(what, where=f"{name} ({place})", allowed=names, hint=hint)
+                raise self._unknown(name, value, place)
         refuse_number(self.keys.get(key), value, f"{key} ({place})")
         nested: object = value
         for part in reversed(key.split(".")[1:]):
             nested = {part: nested}
         try:
             return cast(DictConfig, OmegaConf.merge(config, nested))
-        except OmegaConfBaseException as error:
+        except (OmegaConfBaseException, OverflowError) as error:
             what = f"this value does not fit: {first_line(error)}"
             # A member of a free mapping is no key itself, and neither is the whole section.
             found = self.keys.get(key) or self.keys.get(key.rpartition(".")[0])
             allowed = None if found is None else found.allowed
             raise ConfigError(what, where=f"{key} ({place})", found=value, allowed=allowed) from error
+
+    def _unknown(self, name: str, value: object, place: str) -> ConfigError:
+        """Say that there is no such key, and which one was probably meant."""
+        leaves = [key.removeprefix(self._prefix) for key in self.keys]
+        # It may stand one section higher.
+        above = f"{self._prefix}{name.rpartition('.')[2]}"
+        called = override_for(name, value) or override_for(above, value) or ""
+        hint = (
+            (called if called.startswith(self._prefix) else self._of_a_run(name, value))
+            or (f"{above}={value}" if above in self.keys else None)
+            or reason_against(name)
+            or nearest(name.removeprefix(self._prefix), leaves, f"{self._prefix}{{}}={value}", cutoff=0.75)
+        )
+        section = self.keys.get(name.rpartition(".")[0])
+        known = [key for key in self.keys if section is None or key.startswith(section.name)]
+        return ConfigError(f"there is no key `{name}`", where=f"{name} ({place})", allowed=", ".join(known), hint=hint)
 
     def _of_a_run(self, name: str, value: object) -> str | None:
         """Give the override of a run whose key was put into this section; None: it is no key of a run."""
@@ -169,10 +172,7 @@ class Section(Generic[T]):
         for key, value in values_by_key(values, self._prefix):
             if value is not None and key.limit is not None and not key.limit.accepts(value):
                 raise ConfigError("this value is not possible", where=key.name, found=value, allowed=key.allowed)
-            # OmegaConf takes a list or a mapping in a list of texts.
-            members = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-            if not all(isinstance(member, str) for member in members):
-                raise ConfigError("each value must be text", where=key.name, found=value, allowed=key.allowed)
+            check_items(key, value)
             # What a line of a job file holds must not begin another.
             for name, text in flatten(value, key.name) if isinstance(value, (str, list, dict)) else ():
                 if isinstance(text, str) and not all(c.isprintable() or c == "\t" for c in text):

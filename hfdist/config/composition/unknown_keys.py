@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from hfdist.config.composition.aliases import override_for, reason_against
-from hfdist.config.composition.options import defaults_line, join_names, overrides_in_yaml
+from hfdist.config.composition.options import defaults_line, overrides_in_yaml
 from hfdist.config.composition.other_trainers import VALUES
 from hfdist.config.composition.overrides import COMMAND_LINE, in_yaml
 from hfdist.config.composition.quantities import read_quantity
@@ -34,9 +34,9 @@ def unknown_key(key: str, value: object, place: str, request: Request) -> Config
     section = key.rpartition(".")[0]
     parent = find_key(section)
     known = [] if parent is None else members(parent.name)
-    allowed = (
-        f"in {section}: {', '.join(known)}" if known else f"groups and sections: {join_names([*groups, *members('')])}"
-    )
+    allowed = f"in {section}: {', '.join(known)}"
+    if not known:
+        allowed = f"groups and sections: {', '.join(sorted({*groups, *members('')}))}"
     hint = _hint_for_unknown(key, value, groups)
     if place != COMMAND_LINE:
         hint = _hint_for_section(key, request) or (None if hint is None else overrides_in_yaml(hint))

@@ -8,35 +8,38 @@ from collections.abc import Iterable
 from hfdist.config.composition.other_trainers import VALUES
 from hfdist.config.composition.overrides import in_yaml
 from hfdist.config.composition.quantities import read_quantity
-from hfdist.config.conf_folder import shipped_folder
+from hfdist.config.conf_folder import list_options, shipped_folder
 from hfdist.config.run import AUTO
 from hfdist.config.schema import find_key
 from hfdist.errors import nearest
 from hfdist.records.run_folder import is_run_folder
 
 REWARDS = "task.rewards"
-_NO_LOSSES = ("aot", "aot_unpaired")
-"""Losses of TRL that are none here: they sort the answers of a batch, so that a step would depend on the layout."""
+# Those of aot sort the answers of a batch.
+_OF_LAYOUT = "task.loss=sigmoid, which is DPO's own: {} would depend on the layout"
+_OTHER_LOSSES = {
+    "bnpo": "task.loss=grpo: its mean is over the tokens of the global batch, bnpo's over those of a micro batch",
+    "cpo": "task=cpo task.loss=sigmoid",
+    "aot": _OF_LAYOUT.format("aot"),
+    "aot_unpaired": _OF_LAYOUT.format("aot_unpaired"),
+}
+"""Losses of TRL that are none here, and what to write in their place."""
 
 
 def hint_for_value(key: str, value: object, allowed: str) -> str | None:
     """Give what was probably meant by a value that its key does not take; `allowed` is what it takes, in words."""
     if key == "launch" and (str(value).isdecimal() or value == AUTO):
         return f"launch.processes={value}"
-    if key == "launch" and (shipped_folder() / key / f"{value}.yaml").is_file():
+    if key == "launch" and str(value) in list_options(shipped_folder(), key):
         return f"accelerate launch --config_file conf/launch/{value}.yaml recipes/pretrain.py"
     if key == "task.loss" and str(value).startswith("kto"):
         return "task.loss=sigmoid for pairs; one answer a row, with its label, is another task: kto"
-    if key == "task.loss" and value == "bnpo":
-        return f"{key}=grpo: its mean is over the tokens of the global batch, bnpo's over those of a micro batch"
-    if key == "task.loss" and value == "cpo":
-        return "task=cpo task.loss=sigmoid"
+    if key == "task.loss" and str(value) in _OTHER_LOSSES:
+        return _OTHER_LOSSES[str(value)]
     if key == "strategy.deepspeed" and str(value).endswith((".yaml", ".yml")):
         return "a file of JSON, whose name ends in .json"
     if key == "run" and is_run_folder(str(value)):
         return f"--config {value}/config.yaml has the config of that run"
-    if key == "task.loss" and value in _NO_LOSSES:
-        return f"{key}=sigmoid, which is DPO's own: {value} would depend on the layout"
     if key == "data.sources" and isinstance(value, list):
         return f"`{in_yaml('data.sources.files.path', 'PATH')}`: each source has a name"
     if allowed.startswith("a list"):

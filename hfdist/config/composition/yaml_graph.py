@@ -53,8 +53,8 @@ def refusing_yaml(text: str, place: str) -> Iterator[None]:
         yield
     except RecursionError as error:
         raise _too_deep(place) from error
-    except ValueError as error:
-        # What an explicit tag asks for, such as `!!int x`.
+    except (ValueError, LookupError, AttributeError) as error:
+        # What an explicit tag asks for, such as `!!int x`, `!!bool x` and `!!timestamp x`.
         raise ConfigError(f"not valid YAML: {error}", where=place, hint="values without `!!` tags") from error
     except yaml.YAMLError as error:
         mark, lines = getattr(error, "problem_mark", None), text.splitlines()

@@ -8,7 +8,7 @@ import shlex
 from collections.abc import Iterable
 
 from hfdist.config.override_text import in_shell
-from hfdist.data.sources.base import BadRow, Shard
+from hfdist.data.sources.base import BadRow, Shard, holds_tokens
 from hfdist.data.storage.conversion import command_for
 from hfdist.errors import DataError
 
@@ -19,7 +19,7 @@ _MOST_TRIED = 16
 def find_all_bad(shard: Shard) -> DataError | None:
     """Give the error of the first row, with a hint, if none of the first rows can be read."""
     # Of one run: the first that has rows.
-    num_rows = 0 if hasattr(shard, "token_columns") else min(next(filter(None, shard.runs), 0), _MOST_TRIED)
+    num_rows = 0 if holds_tokens(shard) else min(next(filter(None, shard.runs), 0), _MOST_TRIED)
     rows = list(shard.read(range(num_rows))) if num_rows else []
     bad = [row for row in rows if isinstance(row, BadRow)]
     if not bad or len(bad) < len(rows):

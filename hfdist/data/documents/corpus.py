@@ -20,7 +20,7 @@ from hfdist.data.documents.bad_rows import find_all_bad, find_rows_in_text
 from hfdist.data.documents.inventory import Inventory
 from hfdist.data.order.runs import Runs
 from hfdist.data.order.shuffle import permutation
-from hfdist.data.sources.base import BadRow, Shard
+from hfdist.data.sources.base import BadRow, Shard, holds_tokens
 from hfdist.data.sources.dataset import DatasetShard
 from hfdist.data.sources.find import find_shards
 from hfdist.data.sources.formats import split_columns, texts_in
@@ -111,6 +111,13 @@ class Corpus:
             raise text.error
         return split_columns(text)[0] if shard.gives_examples else text
 
+    def read(self, documents: Sequence[int]) -> Iterator[tuple[int, str | BadRow]]:
+        """Read neighbours of one run of a shard, as many together as a lane may hold; each with its number."""
+        shard, first_document = self.shard_of(documents[0])
+        for start in range(0, len(documents), shard.rows_at_once):
+            together = documents[start : start + shard.rows_at_once]
+            yield from zip(together, shard.read([number - first_document for number in together]), strict=True)
+
     def columns(self, documents: Iterable[int]) -> dict[int, Mapping[str, object]]:
         """Give the columns of rows that their examples do not show (`data.keep_columns`), by document.
 
@@ -119,7 +126,7 @@ class Corpus:
         found: dict[int, Mapping[str, object]] = {}
         for (number, _), places in groupby(map(self._locate, sorted(set(documents))), key=self._run):
             (_, shard), first, rows = self.shards[number], self._first_of(number), [row for _, row in places]
-            if not shard.gives_examples or hasattr(shard, "token_columns"):
+            if not shard.gives_examples or holds_tokens(shard):
                 found |= {first + row: {} for row in rows}
                 continue
             for row, text in zip(rows, shard.read(rows), strict=True):
@@ -184,19 +191,17 @@ class Corpus:
         """Give training documents in mixed order, up to `max_bytes`, without bad rows, which the stream reports."""
         read_bytes = 0
         for block in self.mixed_blocks():
-            shard, first_document = self.shard_of(block[0])
-            is_json = shard.gives_examples and not hasattr(shard, "token_columns")
-            for start in range(0, len(block), shard.rows_at_once):
-                together = block[start : start + shard.rows_at_once]
-                for text in shard.read([document - first_document for document in together]):
-                    if read_bytes >= max_bytes:
-                        return
-                    if isinstance(text, str) and is_json:
-                        text = split_columns(text)[0]
-                    if isinstance(text, str) and not self.is_held_out(text_digest(text)):
-                        written = texts_in(text) if is_json else text
-                        read_bytes += len(written.encode("utf-8", "replace"))
-                        yield written
+            shard, _ = self.shard_of(block[0])
+            is_json = shard.gives_examples and not holds_tokens(shard)
+            for _, text in self.read(block):
+                if read_bytes >= max_bytes:
+                    return
+                if isinstance(text, str) and is_json:
+                    text = split_columns(text)[0]
+                if isinstance(text, str) and not self.is_held_out(text_digest(text)):
+                    written = texts_in(text) if is_json else text
+                    read_bytes += len(written.encode("utf-8", "replace"))
+                    yield written
 
     @property
     def searches_held_out(self) -> bool:
@@ -221,21 +226,17 @@ class Corpus:
     def _digests(self) -> Iterator[int]:
         """Give the digest of each document that can be read, is not empty, and is not taken out."""
         for number, (_, shard) in enumerate(self.shards):
-            begin = self._first_of(number)
-            left_out = {document - begin for document in self.quarantined}
-            if hasattr(shard, "token_columns"):
-                kept = [row for row in range(sum(shard.runs)) if row not in left_out]
+            first = self._first_of(number)
+            if holds_tokens(shard):
+                kept = [row for row in range(sum(shard.runs)) if first + row not in self.quarantined]
                 columns = shard.token_columns(np.array(kept, dtype=np.int64))
                 yield from columns.digests[columns.lengths > 0].tolist()
                 continue
-            first = 0
-            for rows in shard.runs:
-                for start in range(first, first + rows, shard.rows_at_once):
-                    together = range(start, min(start + shard.rows_at_once, first + rows))
-                    for row, text in zip(together, shard.read(together), strict=True):
-                        if text and not isinstance(text, BadRow) and row not in left_out:
-                            yield text_digest(split_columns(text)[0] if shard.gives_examples else text)
-                first += rows
+            for num_rows in filter(None, shard.runs):
+                for document, text in self.read(range(first, first + num_rows)):
+                    if text and not isinstance(text, BadRow) and document not in self.quarantined:
+                        yield text_digest(split_columns(text)[0] if shard.gives_examples else text)
+                first += num_rows
 
     def _locate(self, document: int) -> tuple[int, int]:
         shard = int(np.searchsorted(self._ends, document, side="right"))

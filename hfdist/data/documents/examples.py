@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from hfdist.data.documents.held_out import HeldOutImages, HeldOutSet, HeldOutSources
+from hfdist.data.documents.held_out import HeldOutSet, HeldOutSources
+from hfdist.data.documents.held_out_images import HeldOutImages
 from hfdist.data.packing.sequence import IGNORED
 
 _FEWEST_TOKENS = 4

@@ -46,25 +46,15 @@ def are_chats(corpus: Corpus) -> bool | None:
 
 def have_images(corpus: Corpus) -> bool:
     """Whether one of the first rows of a source has an image; those that cannot be read do not count."""
-    first = 0
-    for source in corpus.sources.values():
-        num_documents = int(source.runs.rows.sum())
-        for number in range(first, first + min(num_documents, _MOST_SEARCHED)):
-            if "images" in _example(corpus, number):
-                return True
-        first += num_documents
-    return False
+    by_source = _first_examples_by_source(corpus, _MOST_SEARCHED)
+    return any("images" in example for _, examples in by_source for example in examples)
 
 
 def find_source_without_prompts(corpus: Corpus) -> str | None:
     """Give the name of a source whose first rows have no prompt, as plain text and tokens; None: there is none."""
-    first = 0
-    for name, source in corpus.sources.items():
-        num_documents = int(source.runs.rows.sum())
-        numbers = range(first, first + min(num_documents, _MOST_TRIED))
-        if not any({"messages", "prompt"} & _example(corpus, number).keys() for number in numbers):
+    for name, examples in _first_examples_by_source(corpus, _MOST_TRIED):
+        if not any({"messages", "prompt"} & example.keys() for example in examples):
             return name
-        first += num_documents
     return None
 
 
@@ -100,6 +90,16 @@ def _first_examples(corpus: Corpus, most: int) -> Iterator[dict[str, object]]:
     """Read the first examples, one when it is asked for; {}: it cannot be read, or a text that is no example."""
     for number in range(min(corpus.num_documents, most) if corpus.has_examples else 0):
         yield _example(corpus, number)
+
+
+def _first_examples_by_source(corpus: Corpus, most: int) -> Iterator[tuple[str, Iterator[dict[str, object]]]]:
+    """Give the name of each source, and its first examples: see `_first_examples`."""
+    first = 0
+    for name, source in corpus.sources.items():
+        num_documents = int(source.runs.rows.sum())
+        numbers = range(first, first + min(num_documents, most))
+        yield name, (_example(corpus, number) for number in numbers)
+        first += num_documents
 
 
 def _example(corpus: Corpus, document: int) -> dict[str, object]:

@@ -15,15 +15,13 @@ from transformers import PreTrainedTokenizerBase
 from hfdist.config.data import DataConfig, cache_dir
 from hfdist.data.cache import cached_array, digest_of
 from hfdist.data.documents.corpus import Corpus, open_corpus
-from hfdist.data.documents.image_reader import ImageReader
+from hfdist.data.documents.held_out_images import HeldOutImages, ImageRow, write_rows
 from hfdist.data.documents.nothing_held_out import HeldOutCounts, explain_nothing
 from hfdist.data.documents.token_reader import Documents, open_token_cache
-from hfdist.data.marks import are_images, begin
 from hfdist.data.order.lane_state import Place
-from hfdist.data.order.records import make_records, numbers_of
+from hfdist.data.order.records import numbers_of
 from hfdist.data.packing import windows
 from hfdist.data.packing.concat import concat
-from hfdist.data.packing.packed_images import packed_row
 from hfdist.data.packing.sequence import (
     IGNORED,
     LABELS,
@@ -32,7 +30,6 @@ from hfdist.data.packing.sequence import (
     POSITION_IDS,
     Sequence,
     Shape,
-    image_row,
 )
 from hfdist.data.packing.windows import RULE
 from hfdist.data.sources.document_batch import DocumentBatch
@@ -59,8 +56,10 @@ class HeldOut(Dataset[dict[str, torch.Tensor]]):
         rows = torch.from_numpy(self._sequences[index][: len(NAMES)].astype(np.int64))
         item = dict(zip(NAMES, rows, strict=True))
         if self._has_one_each:
+            # What fills it up begins where positions restart.
+            begins = (rows[POSITION_IDS] == 0).nonzero().flatten()
+            length = int(begins[1]) if len(begins) > 1 else rows.shape[1]
             # By its number here: the same in every evaluation.
-            length = int((rows[POSITION_IDS] == 0).nonzero()[:, 0][1:2].sum()) or rows.shape[1]
             item[ORIGINS] = torch.tensor([[index, 0, 0, length]])
         return item
 
@@ -70,43 +69,6 @@ class HeldOut(Dataset[dict[str, torch.Tensor]]):
             documents = numbers[numbers >= 0].tolist()
             found = self._corpus.columns(documents)
             yield from (found[number] for number in documents)
-
-
-class HeldOutImages(Dataset[dict[str, torch.Tensor]]):
-    """Held-out rows of one document each, with their images, which are decoded when an item is asked for.
-
-    An item has what `image_row` gives: no two need have the same length or the same names. A pair of answers is two
-    documents, with what `packed_row` gives.
-    """
-
-    def __init__(self, rows: NDArray[np.int32], corpus: Corpus, images: ImageTokens, config: DataConfig) -> None:
-        self._rows, self._images, self._reader = rows, images, ImageReader(corpus, images, config)
-        self._corpus, self._keeps_columns = corpus, config.keep_columns
-        self._are_pairs = bool(len(rows)) and len(begin(rows[0][2 : 2 + rows[0][1]])) > 0
-
-    def __len__(self) -> int:
-        return len(self._rows)
-
-    def has_image(self, index: int) -> bool:
-        """Whether an item has an image, which this does not decode."""
-        return bool(are_images(self._rows[index][2:]).any())
-
-    def images(self, index: int) -> dict[str, torch.Tensor]:
-        """Give what a forward takes of the images of an item, which is one document."""
-        return {name: values for name, values in self[index].items() if name not in self._images.text_names}
-
-    def columns(self, index: int) -> Iterator[Mapping[str, object]]:
-        """Give the other columns of the row of an item; nothing at all without them."""
-        if self._keeps_columns:
-            yield from self._corpus.columns([int(self._rows[index][0])]).values()
-
-    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        document, num_tokens = self._rows[index][:2].tolist()
-        own = np.array(self._rows[index][2 : 2 + num_tokens])
-        records = make_records(1, document=document, num_tokens=num_tokens)
-        sequence = Sequence([own], [num_tokens], [], Place(), num_tokens, 1, records)
-        read = self._reader.read(sequence)
-        return packed_row(read, self._images, tells_images=True) if self._are_pairs else image_row(read, self._images)
 
 
 HeldOutSet = HeldOut | HeldOutImages
@@ -140,6 +102,16 @@ def build_held_out(
     """
     if config.eval_fraction == 0:
         return None
+    encoders = Encoders.of(tokenizer, config, images)
+    path = cache_dir(config) / "held_out" / f"{_cache_key(corpus, encoders, config, one_each)}.npy"
+    if images is not None:
+        rows = cached_array(path, lambda: _take_each(corpus, encoders, config))
+        return HeldOutImages(rows, corpus, images, config)
+    return HeldOut(cached_array(path, lambda: _pack(corpus, encoders, config, one_each)), corpus, one_each=one_each)
+
+
+def _cache_key(corpus: Corpus, encoders: Encoders, config: DataConfig, one_each: bool) -> str:
+    """Hash all that decides a set. Sets that an older version has cached keep their keys: new settings come last."""
     settings = [config.sequence_length, config.eval_sequences, sorted(corpus.quarantined), config.too_long.value]
     if corpus.has_examples:
         settings.append(RULE)
@@ -147,14 +119,8 @@ def build_held_out(
         settings.append("documents")
     if one_each:
         settings.append("one each")
-    encoders = Encoders.of(tokenizer, config, images)
     tokens = encoders.digest(examples=corpus.has_examples)
-    key = digest_of([_FORMAT, corpus.local_fingerprint, tokens, *settings])
-    path = cache_dir(config) / "held_out" / f"{key}.npy"
-    if images is not None:
-        rows = cached_array(path, lambda: _take_each(corpus, encoders, config))
-        return HeldOutImages(rows, corpus, images, config)
-    return HeldOut(cached_array(path, lambda: _pack(corpus, encoders, config, one_each)), corpus, one_each=one_each)
+    return digest_of([_FORMAT, corpus.local_fingerprint, tokens, *settings])
 
 
 def open_held_out_sources(
@@ -189,17 +155,18 @@ def _read(corpus: Corpus, encoders: Encoders, config: DataConfig, counts: HeldOu
 
 
 def _take_each(corpus: Corpus, encoders: Encoders, config: DataConfig) -> NDArray[np.int32]:
-    """Give rows that begin with the number of a document and how many tokens follow, with their marks."""
+    """Give the first documents that have tokens, a row each."""
     counts = HeldOutCounts()
-    chunks = _read(corpus, encoders, config, counts)
-    each = (one for chunk in chunks for one in zip(chunk.numbers.tolist(), chunk.views(), strict=True) if len(one[1]))
-    found = list(islice(each, config.eval_sequences))
+    rows = (
+        ImageRow(document, tokens)
+        for chunk in _read(corpus, encoders, config, counts)
+        for document, tokens in zip(chunk.numbers.tolist(), chunk.views(), strict=True)
+        if len(tokens)
+    )
+    found = list(islice(rows, config.eval_sequences))
     if not found:
         raise explain_nothing(corpus, config, counts)
-    rows = np.zeros((len(found), 2 + max(len(tokens) for _, tokens in found)), dtype=np.int32)
-    for row, (number, tokens) in zip(rows, found, strict=True):
-        row[:2], row[2 : 2 + len(tokens)] = (number, len(tokens)), tokens
-    return rows
+    return write_rows(found)
 
 
 def _pack(corpus: Corpus, encoders: Encoders, config: DataConfig, one_each: bool) -> NDArray[np.int32]:

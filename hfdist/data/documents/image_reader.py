@@ -6,7 +6,7 @@ nothing: its images are black and its tokens have no targets.
 
 from __future__ import annotations
 
-import logging
+import hashlib
 from itertools import accumulate
 
 from PIL import Image
@@ -16,13 +16,11 @@ from hfdist.data.documents.bad_rows import with_way_out
 from hfdist.data.documents.corpus import Corpus
 from hfdist.data.marks import are_images, begin
 from hfdist.data.order.records import numbers_of
-from hfdist.data.packing.sequence import Sequence
+from hfdist.data.packing.sequence import PieceImages, Problem, Sequence
 from hfdist.data.sources.base import ContentError
 from hfdist.data.sources.images import decode
-from hfdist.data.tokenization.image_tokens import ImageTokens, Inputs
+from hfdist.data.tokenization.image_tokens import ImageTokens
 from hfdist.errors import DataError
-
-logger = logging.getLogger(__name__)
 
 
 class ImageReader:
@@ -46,32 +44,32 @@ class ImageReader:
         for piece, (document, num_features) in enumerate(zip(documents, counts, strict=False)):
             if not num_features:
                 continue
-            # A preference is two documents, both with the images of its prompt.
-            images[piece], error = self._inputs(document, num_features // (1 + len(begin(parts[piece]))))
+            num_repeats = 1 + len(begin(parts[piece]))
+            images[piece], error = self._images_of(document, num_features, num_repeats)
             if error is not None:
                 blanks.append((ends[piece] - sequence.lengths[piece], ends[piece]))
-                problems.append(str(error))
+                problems.append(Problem(document, str(error)))
         return sequence._replace(images=images, blanks=blanks, problems=tuple(problems))
 
-    def _inputs(self, document: int, num_features: int) -> tuple[Inputs, ContentError | None]:
-        """Give the tensors of a document's images, and what is wrong with these, which are black then."""
+    def _images_of(self, document: int, num_features: int, num_repeats: int) -> tuple[PieceImages, ContentError | None]:
+        """Give the images of a row, and what is wrong with them, which are black then.
+
+        `num_features` tokens stand for all its images, `num_repeats` times: both answers of a preference have them.
+        """
         files = self._corpus.images(document)
-        if sum(self._images.num_features(file.size) for file in files) != num_features:
+        if num_repeats * sum(self._images.num_features(file.size) for file in files) != num_features:
             what = "the row has other images than when its tokens were made"
             hint = "the images as they were; or another data.cache_dir, where tokens are made anew"
             raise DataError(what, where=str(self._corpus.origin(document)), hint=hint)
+        hashed = hashlib.blake2b("".join(file.digest for file in files).encode(), digest_size=8)
+        digest = int.from_bytes(hashed.digest(), "little", signed=True)
         try:
-            return self._images.inputs([decode(file) for file in files]), None
+            return PieceImages(self._images.inputs([decode(file) for file in files]), digest), None
         except ContentError as error:
-            error = self._of_row(error, document)
+            shard, first = self._corpus.shard_of(document)
+            error.where = f"{shard.name}, row {document - first}"
             if self._stops:
-                raise error from None
-            return self._images.inputs([Image.new("RGB", file.size) for file in files]), error
-
-    def _of_row(self, error: ContentError, document: int) -> ContentError:
-        """Give the error with the row that it is of, and what to do."""
-        shard, first = self._corpus.shard_of(document)
-        error.where = f"{shard.name}, row {document - first}"
-        found = with_way_out(error, shard, str(self._corpus.origin(document)), is_alone=len(self._corpus.shards) == 1)
-        assert isinstance(found, ContentError)
-        return found
+                origin, is_alone = str(self._corpus.origin(document)), len(self._corpus.shards) == 1
+                raise with_way_out(error, shard, origin, is_alone=is_alone) from None
+            black = [Image.new("RGB", file.size) for file in files]
+            return PieceImages(self._images.inputs(black), digest), error

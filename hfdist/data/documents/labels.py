@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 
 from hfdist.config.data import DataConfig, LabelsConfig, ProblemType, RowFormat, cache_dir
 from hfdist.data.cache import digest_of, write_once
@@ -53,9 +53,9 @@ def find_labels(corpus: Corpus, config: DataConfig, *, known: Sequence[str] = ()
     is_told = labels.problem_type is not ProblemType.auto
     if labels.problem_type is ProblemType.regression or (is_told and labels.names):
         return labels
-    key = digest_of([1, corpus.local_fingerprint, sorted(corpus.quarantined)])
+    key = digest_of([2, corpus.local_fingerprint, sorted(corpus.quarantined)])
     path = cache_dir(config) / "labels" / f"{key}.json"
-    write_once(path, lambda file: file.writelines([json.dumps(vars(_look(corpus)), default=sorted).encode()]))
+    write_once(path, lambda file: file.writelines([json.dumps(asdict(_look(corpus)), default=sorted).encode()]))
     values = json.loads(path.read_bytes())
     seen = _Seen(**values | {"names": set(values["names"])})
     problem = labels.problem_type if is_told else _problem(seen)
@@ -83,14 +83,12 @@ def _look(corpus: Corpus) -> _Seen:
 
 
 def _labels(corpus: Corpus) -> Iterator[object]:
-    """Give the labels of all rows that can be read; of words one after the other."""
+    """Give the labels of all rows that can be read and are not taken out; of words one after the other."""
     for block in corpus.mixed_blocks():
-        shard, first = corpus.shard_of(block[0])
-        for start in range(0, len(block), shard.rows_at_once):
-            for text in shard.read([row - first for row in block[start : start + shard.rows_at_once]]):
-                if isinstance(text, str):
-                    example = json.loads(split_columns(text)[0])
-                    yield from example["tags"] if "tags" in example else [example.get("label")]
+        for document, text in corpus.read(block):
+            if isinstance(text, str) and document not in corpus.quarantined:
+                example = json.loads(split_columns(text)[0])
+                yield from example["tags"] if "tags" in example else [example.get("label")]
 
 
 def _problem(seen: _Seen) -> ProblemType:

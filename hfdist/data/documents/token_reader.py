@@ -16,7 +16,7 @@ from hfdist.data.documents.corpus import Corpus
 from hfdist.data.documents.token_cache import TokenCache, shard_key
 from hfdist.data.marks import are_images, are_targets
 from hfdist.data.order.records import Status
-from hfdist.data.sources.base import BadRow, Shard, TokenRow, TokenShard
+from hfdist.data.sources.base import BadRow, Shard, TokenRow, TokenShard, holds_tokens
 from hfdist.data.sources.document_batch import DocumentBatch, slices
 from hfdist.data.sources.formats import split_columns
 from hfdist.data.tokenization.encoders import Encoders
@@ -60,7 +60,7 @@ class Documents:
         shard, first_document = self.corpus.shard_of(int(neighbours[0]))
         for start in range(0, len(neighbours), shard.rows_at_once):
             together = neighbours[start : start + shard.rows_at_once]
-            if hasattr(shard, "token_columns"):
+            if holds_tokens(shard):
                 yield self.tokens_at_once(together)
                 continue
             first = 0

@@ -182,4 +182,7 @@ def _lane_state(digest: str, pools: Sequence[Sequence[int]], given: int) -> Lane
     for pool in pools:
         epoch, position, offset, sequences, tokens, documents = map(whole_number, pool)
         progress.append(Progress(Place(epoch, position, offset), sequences, tokens, documents))
-    return LaneState(digest=int(digest, 16), pools=tuple(progress), sequences=given)
+    number = int(digest, 16)
+    if not 0 <= number < 1 << 64:
+        raise ValueError(f"a digest of {len(digest)} digits")
+    return LaneState(digest=number, pools=tuple(progress), sequences=given)

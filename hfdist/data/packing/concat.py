@@ -16,7 +16,7 @@ from numpy.typing import NDArray
 
 from hfdist.data.order.lane_state import Place
 from hfdist.data.order.records import Records, Status, make_records
-from hfdist.data.packing.sequence import Integers, Pieces, Sequence, Shape, after_the_end, filling
+from hfdist.data.packing.sequence import Integers, Pieces, Problem, Sequence, Shape, after_the_end, filling
 from hfdist.data.sources.document_batch import DocumentBatch, views_of
 from hfdist.errors import DataError
 
@@ -332,9 +332,10 @@ class CutSequences:
             map(self._problems, again) if self._errors else repeat(()),
         )
 
-    def _problems(self, records: Records) -> tuple[str, ...]:
+    def _problems(self, records: Records) -> tuple[Problem, ...]:
         bad = records[records["fate"] == Status.bad]
-        return tuple(str(self._errors.pop((int(record["epoch"]), int(record["document"])))) for record in bad)
+        keys = zip(bad["epoch"].tolist(), bad["document"].tolist(), strict=True)
+        return tuple(Problem(document, str(self._errors.pop((epoch, document)))) for epoch, document in keys)
 
 
 def _next_places(items: _Items, ends: Integers, num_sequences: int, length: int) -> tuple[list[int], ...]:

@@ -17,17 +17,17 @@ _COUNTS = "hfdist_rows_of."
 """Begin of the key of the counts of a tensor; shape [rows], int64, in units of the tensor's first axis."""
 
 
-def stack_images(rows: Sequence[Sequence[Mapping[str, torch.Tensor]]], *, tells_rows: bool) -> dict[str, torch.Tensor]:
-    """Put the tensors of the images of all documents one after the other.
+def stack_images(rows: Sequence[Mapping[str, torch.Tensor]], *, tells_rows: bool) -> dict[str, torch.Tensor]:
+    """Put the tensors of the images of rows one after the other.
 
     Args:
-        rows: for each row, what its documents with images have; a row without images has none.
+        rows: the tensors of each row; a row without images has none.
         tells_rows: whether to say, too, how much of each tensor is of which row.
     """
-    batch = stack_inputs([own for row in rows for own in row])
+    batch = stack_inputs(rows)
     if not tells_rows:
         return batch
-    counts = {_COUNTS + name: [sum(len(own[name]) for own in row if name in own) for row in rows] for name in batch}
+    counts = {_COUNTS + name: [len(row[name]) if name in row else 0 for row in rows] for name in batch}
     return batch | {key: torch.tensor(of_rows) for key, of_rows in counts.items()}
 
 

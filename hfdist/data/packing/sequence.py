@@ -70,6 +70,23 @@ class Pieces(NamedTuple):
         return cls(parts, lengths, [0, *accumulate(lengths[:-1])], blanks)
 
 
+class PieceImages(NamedTuple):
+    """The images of a piece. If it holds two documents, as a preference does, both have them."""
+
+    inputs: Inputs
+    """Their tensors."""
+    digest: int
+    """Hash of the images, in 8 signed bytes; 0: not told."""
+
+
+class Problem(NamedTuple):
+    """Why a document of a sequence teaches nothing: its row is bad, or an image of the row is damaged."""
+
+    document: int
+    """Canonical number."""
+    message: str
+
+
 class Sequence(NamedTuple):
     """A packed sequence. Its tokens are copied when it becomes part of a batch."""
 
@@ -87,10 +104,10 @@ class Sequence(NamedTuple):
     """Documents that begin in it, or are passed over on the way."""
     records: Records
     """Records of pieces, and of documents passed over on the way; their sequence and pool are not set yet."""
-    problems: tuple[str, ...] = ()
-    """Messages of bad rows among them."""
-    images: Mapping[int, Inputs] | None = None
-    """The tensors of its images, by the number of the piece that they stand in; None: it has none."""
+    problems: tuple[Problem, ...] = ()
+    """What is wrong with documents among them."""
+    images: Mapping[int, PieceImages] | None = None
+    """Its images, by the number of the piece that they stand in; None: it has none."""
 
     @property
     def rows(self) -> NDArray[np.int32]:
@@ -109,7 +126,7 @@ class Shape:
 
 
 def without_tokens(
-    length: int, shape: Shape, next_place: Place, records: Records | None = None, problems: tuple[str, ...] = ()
+    length: int, shape: Shape, next_place: Place, records: Records | None = None, problems: tuple[Problem, ...] = ()
 ) -> Sequence:
     """Make a sequence that is all filling; `records` and `problems` are of documents passed over before it."""
     if records is None:
@@ -232,22 +249,22 @@ def stack_rows(
         input_ids, attention_mask and labels of shape [rows, tokens of the longest], and what the forward takes of
         images: their first axis is of images, patches or rows with images.
     """
-    own = [{name: values for name, values in row.items() if name in images.text_names} for row in rows]
+    texts = [{name: values for name, values in row.items() if name in images.text_names} for row in rows]
     inputs = [{name: values for name, values in row.items() if name not in images.text_names} for row in rows]
     if needs_image and not any(inputs):
         ids, small = images.none
         added = images.row(np.array(ids, dtype=np.int64), np.isin(ids, images.ids), np.full(len(ids), IGNORED))
-        own[0] = {name: torch.cat([values, added[name]]) for name, values in own[0].items()}
+        texts[0] = {name: torch.cat([values, added[name]]) for name, values in texts[0].items()}
         inputs[0] = {name: torch.from_numpy(values) for name, values in small.items()}
-    tokens = _fill_up({name: [row[name] for row in own] for name in own[0]}, fill_id)
-    return tokens | stack_images([[own] if own else [] for own in inputs], tells_rows=tells_rows)
+    tokens = _fill_up({name: [text[name] for text in texts] for name in texts[0]}, fill_id)
+    return tokens | stack_images(inputs, tells_rows=tells_rows)
 
 
 def image_row(sequence: Sequence, images: ImageTokens) -> dict[str, torch.Tensor]:
     """Give the tensors of a sequence that is one document, each of shape [tokens], and those of its images."""
     ids, _, labels = make_rows(Pieces.of([sequence]), np.int64)
     row = images.row(ids, marks.are_images(join_tokens(sequence.parts)), labels)
-    inputs = next(iter(sequence.images.values())) if sequence.images else {}
+    inputs = next(iter(sequence.images.values())).inputs if sequence.images else {}
     return row | {name: torch.from_numpy(values) for name, values in inputs.items()}
 
 

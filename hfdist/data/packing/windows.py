@@ -16,7 +16,7 @@ import numpy as np
 from hfdist.data.order.lane_state import Place
 from hfdist.data.order.records import Records, Status, count_new_documents, join, make_records
 from hfdist.data.order.shuffle import permutation
-from hfdist.data.packing.sequence import Integers, Sequence, Shape, after_the_end, filling, without_tokens
+from hfdist.data.packing.sequence import Integers, Problem, Sequence, Shape, after_the_end, filling, without_tokens
 from hfdist.data.sources.document_batch import DocumentBatch, slices
 
 # Windows of best_fit grow, so that a first batch comes soon and the filling of last sequences becomes rare.
@@ -174,7 +174,7 @@ def _sequences(windows: Iterator[_Window], first: int, shape: Shape, last_length
     end, has `last_length`.
     """
     passed: list[Records] = []
-    problems: list[str] = []
+    problems: list[Problem] = []
     next_place = Place()
     for window in windows:
         documents, next_place, num_sequences = window.documents, window.next_place, len(window.arrangement.ends)
@@ -184,7 +184,8 @@ def _sequences(windows: Iterator[_Window], first: int, shape: Shape, last_length
             empty = np.flatnonzero(documents.lengths == 0)
             numbers, fates = documents.numbers[empty], documents.fates[empty]
             passed.append(make_records(len(empty), document=numbers, fate=fates, epoch=window.begin.epoch))
-            problems += [str(error) for _, error in sorted(documents.errors.items())]
+            errors = sorted(documents.errors.items())
+            problems += [Problem(int(documents.numbers[place]), str(error)) for place, error in errors]
         if not num_sequences:
             continue
         made = _of_window(window, shape, first)
@@ -235,6 +236,7 @@ def _of_window(window: _Window, shape: Shape, first: int) -> Iterator[Sequence]:
     part_ends, record_ends = [0, *filled_ends.tolist()], [0, *ends.tolist()]
     for number in range(first, len(ends)):
         start, stop = part_ends[number : number + 2]
+        own_records = records[record_ends[number] : record_ends[number + 1]]
         is_last = number == len(ends) - 1
         yield Sequence(
             parts[start:stop],
@@ -242,8 +244,8 @@ def _of_window(window: _Window, shape: Shape, first: int) -> Iterator[Sequence]:
             blanks[number],
             window.next_place if is_last else Place(window.begin.epoch, window.begin.position, number + 1),
             num_tokens[number],
-            count_new_documents(own := records[record_ends[number] : record_ends[number + 1]]),
-            own,
+            count_new_documents(own_records),
+            own_records,
         )
 
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeGuard
 
 import numpy as np
 from numpy.typing import NDArray
@@ -101,6 +101,11 @@ class TokenShard(Shard, Protocol):
 
     def token_columns(self, rows: NDArray[np.int64]) -> TokenColumns:
         """Give the documents of some rows of one run, in the order asked for."""
+
+
+def holds_tokens(shard: Shard) -> TypeGuard[TokenShard]:
+    """Whether a shard holds tokens instead of text."""
+    return hasattr(shard, "token_columns")
 
 
 class Layout(NamedTuple):

@@ -24,96 +24,99 @@ format does not read follows in a line of its own: `split_columns`.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Callable, Mapping, Sequence
 from itertools import chain, takewhile
-from typing import Any, NamedTuple, NoReturn
+from typing import NamedTuple
+
+import numpy as np
 
 from hfdist.config.batch import IGNORED
 from hfdist.config.data import NEGATIVES, RowFormat
 from hfdist.data.sources.base import BadRow, ContentError, check_size, check_text
 from hfdist.data.sources.images import COLUMNS as IMAGE_COLUMNS
-from hfdist.data.sources.images import IMAGES, PLACE, ImageRules, WithImages, part_of, take_images
+from hfdist.data.sources.images import ImageRules, WithImages, take_images
+from hfdist.data.sources.messages import (
+    as_messages,
+    conversation,
+    message_of,
+    message_of_turn,
+    messages_of,
+    with_system,
+)
+from hfdist.data.sources.values import list_of, refuse, text_of, written_text, written_texts
 
-_ROLES: Mapping[str, str] = {
-    "system": "system",
-    "human": "user",
-    "user": "user",
-    "gpt": "assistant",
-    "assistant": "assistant",
-    "model": "assistant",
-    "chatgpt": "assistant",
-    "bing": "assistant",
-    "bard": "assistant",
-    "function_call": "assistant",
-    "tool_call": "assistant",
-    "observation": "tool",
-    "function_response": "tool",
-    "tool_response": "tool",
-    "function": "tool",
-    "tool": "tool",
-}
-"""The role that each value of ShareGPT's `from` stands for."""
-_CALLS = ("function_call", "tool_call")
-_SHOWN_CHARACTERS = 80
 _LONGEST_LABEL = 1000
 """Characters of a name: all names are in memory, and in the model's config."""
+_LARGEST_NUMBER = float(np.finfo(np.float32).max)
+"""Labels and scores are learned as float32: larger ones, which JSON may hold, would be infinite."""
 _NO_TAG = (None, IGNORED)
 """Tags of words whose label is not learned; the number is that of transformers' token classification."""
 
+Row = Mapping[str, object]
+"""The columns that a row has, by name."""
+Example = dict[str, object]
+"""A canonical form."""
 
-def from_text(row: Mapping[str, object]) -> dict[str, object]:
+
+class RowColumns(NamedTuple):
+    """Columns of a format, and how they become its canonical form."""
+
+    needed: tuple[str, ...]
+    optional: tuple[str, ...]
+    convert: Callable[[Row], Example]
+    """ContentError, without its `where`: the values are of another form."""
+
+
+def from_text(row: Row) -> Example:
     """Plain text."""
-    return {"text": _text(row["text"], "text")}
+    return {"text": text_of(row["text"], "text")}
 
 
-def _from_messages(row: Mapping[str, object]) -> dict[str, object]:
+def _from_messages(row: Row) -> Example:
     """OpenAI's `messages`, with or without `tools`."""
-    messages = _list(row["messages"], "messages")
-    return _conversation([_message(item, f"messages[{n}]") for n, item in enumerate(messages)], row)
+    messages = list_of(row["messages"], "messages")
+    return conversation([message_of(item, f"messages[{n}]") for n, item in enumerate(messages)], row)
 
 
-def _from_sharegpt(row: Mapping[str, object]) -> dict[str, object]:
+def _from_sharegpt(row: Row) -> Example:
     """ShareGPT's `conversations` of `from` and `value`."""
-    items = _list(row["conversations"], "conversations")
-    messages = [_from_value(item, f"conversations[{n}]") for n, item in enumerate(items)]
-    return _conversation(_with_system(messages, row), row)
+    items = list_of(row["conversations"], "conversations")
+    messages = [message_of_turn(item, f"conversations[{n}]") for n, item in enumerate(items)]
+    return conversation(with_system(messages, row), row)
 
 
-def _from_alpaca(row: Mapping[str, object]) -> dict[str, object]:
+def _from_alpaca(row: Row) -> Example:
     """Alpaca's `instruction`, `input` and `output`, earlier turns in `history`; only the last answer is learned."""
-    messages = []
-    for n, turn in enumerate(_list(row.get("history") or [], "history")):
+    messages: list[Example] = []
+    for n, turn in enumerate(list_of(row.get("history") or [], "history")):
         if not isinstance(turn, list) or len(turn) != 2:
-            _refuse("an earlier turn is no pair", f"history[{n}]", turn, "[instruction, output]")
+            refuse("an earlier turn is no pair", f"history[{n}]", turn, "[instruction, output]")
         for role, text in zip(("user", "assistant"), turn, strict=True):
-            messages.append({"role": role, "content": _text(text, f"history[{n}]")})
-    asked = [_text(row[name], name) for name in ("instruction", "input") if row.get(name)]
+            messages.append({"role": role, "content": text_of(text, f"history[{n}]")})
+    asked = [text_of(row[name], name) for name in ("instruction", "input") if row.get(name)]
     messages.append({"role": "user", "content": "\n".join(asked)})
-    messages.append({"role": "assistant", "content": _text(row["output"], "output")})
-    whole = _with_system(messages, row)
-    return _conversation(whole, row) | ({"learned_from": len(whole) - 1} if row.get("history") else {})
+    messages.append({"role": "assistant", "content": text_of(row["output"], "output")})
+    whole = with_system(messages, row)
+    return conversation(whole, row) | ({"learned_from": len(whole) - 1} if row.get("history") else {})
 
 
-def _from_prompt(row: Mapping[str, object]) -> dict[str, object]:
+def _from_prompt(row: Row) -> Example:
     """A prompt and its completion: both text, or either as messages."""
     prompt, completion = row["prompt"], row["completion"]
     if isinstance(prompt, str) and isinstance(completion, str):
         return {"prompt": prompt, "completion": completion}
-    for name in ("prompt", "completion"):
-        _check_answer(row[name], name)
-    prompt, completion = _as_messages(prompt), _as_messages(completion)
-    asked = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else _list(prompt, "prompt")
-    answer = [{"role": "assistant", "content": completion}] if isinstance(completion, str) else completion
-    messages = [_message(item, f"prompt[{n}]") for n, item in enumerate(asked)]
-    messages += [_message(item, f"completion[{n}]") for n, item in enumerate(_list(answer, "completion"))]
-    return _conversation(messages, row) | {"learned_from": len(asked)}
+    return _answered(prompt, completion, row)
 
 
-def _from_preference(row: Mapping[str, object]) -> dict[str, object]:
+def _answered(prompt: object, answer: object, row: Row) -> Example:
+    """A conversation of a prompt and its answer; either may be a text."""
+    asked, answers = messages_of(prompt, "user", "prompt"), messages_of(answer, "assistant", "completion")
+    return conversation([*asked, *answers], row) | {"learned_from": len(asked)}
+
+
+def _from_preference(row: Row) -> Example:
     """A chosen and a rejected answer, with their prompt or with what both begin with as their prompt."""
     prompt, chosen, rejected = row.get("prompt"), row["chosen"], row["rejected"]
-    _check_answer(rejected, "rejected")
     first = next(iter(chosen), None) if isinstance(chosen, list) else None
     if isinstance(prompt, str) and isinstance(first, dict) and first.get("role") in ("system", "user"):
         # Conversations that hold the prompt themselves.
@@ -125,19 +128,14 @@ def _from_preference(row: Mapping[str, object]) -> dict[str, object]:
             chosen, rejected = chosen[len(prompt) :], rejected[len(prompt) :]
         return {"prompt": prompt, "completion": chosen, "rejected": rejected}
     if prompt is None:
-        chosen, rejected = _list(chosen, "chosen"), _list(rejected, "rejected")
+        chosen, rejected = list_of(chosen, "chosen"), list_of(rejected, "rejected")
         num_common = _num_common(chosen, rejected)
         prompt, chosen, rejected = chosen[:num_common], chosen[num_common:], rejected[num_common:]
-    example = _from_prompt({**row, "prompt": prompt, "completion": chosen})
-    rejected = _as_messages(rejected)
-    if isinstance(rejected, str):
-        return example | {"rejected": [{"role": "assistant", "content": rejected}]}
-    return example | {"rejected": [_message(m, f"rejected[{n}]") for n, m in enumerate(_list(rejected, "rejected"))]}
-
-
-def _check_answer(value: object, name: str) -> None:
-    if not isinstance(value, str | list):
-        _refuse("this is neither a text nor a list of messages", name, value, "a text, or a list of messages")
+    example = _answered(prompt, chosen, row)
+    others = messages_of(rejected, "assistant", "rejected")
+    if not others and not example["learned_from"]:
+        refuse("the conversation is empty", "rejected", None, "a message or more")
+    return example | {"rejected": others}
 
 
 def _num_common(first: Sequence[object], second: Sequence[object]) -> int:
@@ -145,97 +143,84 @@ def _num_common(first: Sequence[object], second: Sequence[object]) -> int:
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False)))
 
 
-def _from_unpaired(row: Mapping[str, object]) -> dict[str, object]:
+def _from_unpaired(row: Row) -> Example:
     """An answer that was liked or not."""
     if row["label"] not in (True, False):
-        _refuse(
+        refuse(
             "this says neither that the answer was liked nor that it was not", "label", row["label"], "true or false"
         )
     return _from_prompt(row) | ({} if row["label"] else {"rejected": True})
 
 
-def _from_prompt_alone(row: Mapping[str, object]) -> dict[str, object]:
+def _from_prompt_alone(row: Row) -> Example:
     """A prompt, as text or as messages."""
-    prompt = _as_messages(row["prompt"])
+    prompt = as_messages(row["prompt"])
     return _from_prompt({**row, "prompt": prompt, "completion": "" if isinstance(prompt, str) else []})
 
 
-def _from_retrieval(row: Mapping[str, object]) -> dict[str, object]:
+def _from_retrieval(row: Row) -> Example:
     """A query, the text that belongs to it, and texts that do not."""
     query = "query" if "query" in row else "anchor"
     positive = "positive" if "positive" in row else "pos"
-    positives = _texts(row[positive], positive)
+    positives = written_texts(row[positive], positive)
     if len(positives) != 1:
-        _refuse("a row has one text that belongs to its query", positive, positives, "one text; a row for each other")
-    negatives = [text for name in NEGATIVES if name in row for text in _texts(row[name], name)]
-    return {"query": _written(row[query], query), "documents": [*positives, *negatives]}
+        refuse("a row has one text that belongs to its query", positive, positives, "one text; a row for each other")
+    negatives = [text for name in NEGATIVES if name in row for text in written_texts(row[name], name)]
+    return {"query": written_text(row[query], query), "documents": [*positives, *negatives]}
 
 
-def _from_ranking(row: Mapping[str, object]) -> dict[str, object]:
+def _from_ranking(row: Row) -> Example:
     """As `retrieval`."""
     example = _from_retrieval(row)
     return {"query": example["query"], "ranked": example["documents"]}
 
 
-def _from_scored_pair(row: Mapping[str, object]) -> dict[str, object]:
+def _from_scored_pair(row: Row) -> Example:
     """Two texts, and how alike they are."""
     score = row["score"]
-    if isinstance(score, bool) or not isinstance(score, int | float) or not math.isfinite(score):
-        _refuse("this is no number", "score", score, "a number, such as 0.8")
-    return {"text_a": _written(row["text_a"], "text_a"), "text_b": _written(row["text_b"], "text_b"), "score": score}
+    if isinstance(score, bool) or not isinstance(score, int | float) or not _is_in_range(score):
+        refuse("this is no number", "score", score, "a number, such as 0.8")
+    return {name: written_text(row[name], name) for name in ("text_a", "text_b")} | {"score": score}
 
 
-def _from_labelled(row: Mapping[str, object]) -> dict[str, object]:
+def _from_labelled(row: Row) -> Example:
     """A text or a pair, and its label."""
+    texts = {name: written_text(row[name], name) for name in ("text", "text_pair") if row.get(name) is not None}
     label = row["label"]
-    kept = [_label(item, f"label[{n}]") for n, item in enumerate(label)] if isinstance(label, list) else None
-    example: dict[str, object] = {"text": _written(row["text"], "text")}
-    if row.get("text_pair") is not None:
-        example["text_pair"] = _written(row["text_pair"], "text_pair")
-    return example | {"label": _label(label, "label") if kept is None else kept}
+    if isinstance(label, list):
+        return {**texts, "label": [_label(item, f"label[{n}]") for n, item in enumerate(label)]}
+    return {**texts, "label": _label(label, "label")}
 
 
-def _label(value: object, where: str) -> str | int | float:
-    is_number = isinstance(value, int | float) and math.isfinite(value)
-    if not is_number and not (isinstance(value, str) and 0 < len(value) <= _LONGEST_LABEL):
+def _label(value: object, part: str) -> str | int | float:
+    if isinstance(value, int | float) and _is_in_range(value):
+        return int(value) if isinstance(value, bool) else value
+    if not isinstance(value, str) or not 0 < len(value) <= _LONGEST_LABEL:
         allowed = f"a name of at most {_LONGEST_LABEL:,} characters, a number, or a list of them"
-        _refuse("this is no label", where, value, allowed)
-    assert isinstance(value, str | int | float)
-    return int(value) if isinstance(value, bool) else value
+        refuse("this is no label", part, value, allowed)
+    return value
 
 
-def _from_tagged(row: Mapping[str, object]) -> dict[str, object]:
+def _is_in_range(number: float) -> bool:
+    return -_LARGEST_NUMBER <= number <= _LARGEST_NUMBER
+
+
+def _from_tagged(row: Row) -> Example:
     """Words, each with its tag."""
-    words = [_text(word, f"tokens[{n}]") for n, word in enumerate(_list(row["tokens"], "tokens"))]
-    tags = _list(row["tags"], "tags")
+    words = [text_of(word, f"tokens[{n}]") for n, word in enumerate(list_of(row["tokens"], "tokens"))]
+    tags = list_of(row["tags"], "tags")
     if len(words) != len(tags):
-        _refuse("each word has one tag", "tags", f"{len(tags)}, of {len(words)} tokens", "as many as tokens")
+        refuse("each word has one tag", "tags", f"{len(tags)}, of {len(words)} tokens", "as many as tokens")
     if not any(word.strip() for word in words):
-        _refuse("the text is empty", "tokens", words, "words")
-    return {
-        "tokens": words,
-        "tags": [None if tag in _NO_TAG else _label(tag, f"tags[{n}]") for n, tag in enumerate(tags)],
-    }
+        refuse("the text is empty", "tokens", words, "words")
+    labels = [None if tag in _NO_TAG else _label(tag, f"tags[{n}]") for n, tag in enumerate(tags)]
+    return {"tokens": words, "tags": labels}
 
 
-def _from_source(row: Mapping[str, object]) -> dict[str, object]:
+def _from_source(row: Row) -> Example:
     """A source and its target."""
     source, target = ("source", "target") if "source" in row else ("prompt", "completion")
-    return {"source": _written(row[source], source), "target": _written(row[target], target)}
-
-
-def _texts(value: object, where: str) -> list[str]:
-    """Some texts, or a single one."""
-    if isinstance(value, str):
-        return [_written(value, where)]
-    return [_written(item, f"{where}[{number}]") for number, item in enumerate(_list(value, where))]
-
-
-def _written(value: object, where: str) -> str:
-    text = _text(value, where)
-    if not text.strip():
-        _refuse("the text is empty", where, text, "a text with letters")
-    return text
+    return {"source": written_text(row[source], source), "target": written_text(row[target], target)}
 
 
 def split_columns(text: str) -> tuple[str, str]:
@@ -254,173 +239,6 @@ def texts_in(example: str) -> str:
     lists = (values.get(name, []) for name in ("documents", "ranked", "tokens"))
     written = [value for value in chain(values.values(), *lists) if isinstance(value, str)]
     return "\n".join([*written, *(message["content"] for message in messages if "content" in message)])
-
-
-def without_nulls(value: object) -> Any:
-    """Without the keys that tables fill up: objects of a column have the keys of all rows."""
-    if isinstance(value, dict):
-        return {name: without_nulls(item) for name, item in value.items() if item is not None}
-    return [without_nulls(item) for item in value] if isinstance(value, list) else value
-
-
-def has_null_arguments(value: object) -> bool:
-    """Whether a row of JSON has tool calls with an argument that is null: it may be meant, or filled up by a table."""
-    if isinstance(value, dict):
-        arguments = value.get("arguments")
-        is_filled = isinstance(arguments, dict) and None in arguments.values()
-        return is_filled or any(has_null_arguments(item) for item in value.values())
-    return isinstance(value, list) and any(has_null_arguments(item) for item in value)
-
-
-def _conversation(messages: Sequence[Mapping[str, object]], row: Mapping[str, object]) -> dict[str, object]:
-    if not messages:
-        _refuse("the conversation is empty", "messages", None, "a message or more")
-    tools = _parsed(without_nulls(row.get("tools")))
-    if not tools:
-        return {"messages": messages}
-    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        _refuse("these are no tools", "tools", tools, "a list of JSON schemas, or JSON of one")
-    # Templates expect each inside the envelope that OpenAI gave them.
-    is_bare = [("name" in tool and "function" not in tool) for tool in tools]
-    wrapped = [{"type": "function", "function": t} if bare else t for t, bare in zip(tools, is_bare, strict=True)]
-    return {"messages": messages, "tools": wrapped}
-
-
-def _with_system(messages: Sequence[Mapping[str, object]], row: Mapping[str, object]) -> Sequence[Mapping[str, object]]:
-    system = row.get("system")
-    if not system or (messages and messages[0]["role"] == "system"):
-        return messages
-    return [{"role": "system", "content": _text(system, "system")}, *messages]
-
-
-def _message(item: object, where: str) -> dict[str, object]:
-    """A message without keys that are null, its content as one text, the arguments of its calls as objects."""
-    if not isinstance(item, dict) or not isinstance(item.get("role"), str):
-        is_named_else = isinstance(item, dict) and "from" in item
-        what = "a message has no role, but `from`, as turns of a column `conversations` have" if is_named_else else None
-        _refuse(what or "a message has no role", where, item, '{"role": "user", "content": "..."}')
-    message = {name: value for name, value in item.items() if value is not None and name != IMAGES}
-    _check_weight(message, where)
-    if "content" in message:
-        message["content"], images = _content(message["content"], where)
-        if images:
-            message[IMAGES] = images
-    elif not message.get("tool_calls"):
-        instead = next((name for name in ("text", "value") if name in message), None)
-        what = "a message has no content" if instead is None else f"a message has `{instead}` in place of `content`"
-        _refuse(what, where, item, "content, or tool_calls of the assistant")
-    if "tool_calls" in message:
-        calls = _parsed(message["tool_calls"])
-        message["tool_calls"] = [_call(call, where) for call in _list(calls, f"{where}.tool_calls")]
-        if not message["tool_calls"]:
-            del message["tool_calls"]
-    return message
-
-
-def _content(content: object, where: str) -> tuple[str, list[object]]:
-    """One text, also where it comes in parts, and the images that parts bring; `PLACE` is where an image stands."""
-    if not isinstance(content, list):
-        return _no_place(_text(content, f"{where}.content"), where), []
-    texts, images = [], []
-    for part in content:
-        kind = part.get("type") if isinstance(part, dict) else None
-        if kind == "text":
-            texts.append(_no_place(_text(part.get("text"), f"{where}.content"), where))
-        elif kind in ("image", "image_url"):
-            texts.append(PLACE)
-            images += [ref for ref in [part_of(part)] if ref is not None]
-        else:
-            _refuse("a part is neither text nor an image", f"{where}.content", content, "parts of type text or image")
-    return "".join(texts), images
-
-
-def _no_place(text: str, where: str) -> str:
-    if PLACE in text:
-        _refuse("the text holds the private character that stands for an image", f"{where}.content", text, "any other")
-    return text
-
-
-def _call(given: object, where: str) -> dict[str, object]:
-    call = given if isinstance(given, dict) else {}
-    function = call.get("function", call)
-    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        _refuse("a tool call names no function", where, given, '{"function": {"name": ..., "arguments": {...}}}')
-    # The nulls of arguments stay: a call may say so.
-    arguments = function.get("arguments")
-    function = without_nulls(function) | {"arguments": {} if arguments is None else _parsed(arguments)}
-    return (without_nulls(call) if "function" in call else {"type": "function"}) | {"function": function}
-
-
-def _check_weight(turn: Mapping[str, object], where: str) -> None:
-    if turn.get("weight", 1) not in (0, 1):
-        _refuse("a weight says neither that a turn is learned nor that it is not", where, turn["weight"], "1 or 0")
-
-
-def _from_value(given: object, where: str) -> dict[str, object]:
-    item = given if isinstance(given, dict) else {}
-    if "from" not in item and "role" in item:
-        return _message(item, where)
-    speaker = item.get("from")
-    if not isinstance(speaker, str) or speaker not in _ROLES:
-        _refuse("a turn has no speaker that is known", f"{where}.from", speaker, ", ".join(_ROLES))
-    value = _text(item.get("value"), f"{where}.value")
-    weight = {} if item.get("weight") is None else {"weight": item["weight"]}
-    _check_weight(weight, where)
-    # As a row without weights.
-    weight = {} if weight == {"weight": 1} else weight
-    if speaker not in _CALLS:
-        return {"role": _ROLES[speaker], "content": value, **weight}
-    calls = _parsed(value)
-    if isinstance(calls, str):
-        _refuse("a function call is no JSON", f"{where}.value", value, '{"name": ..., "arguments": {...}}')
-    calls = calls if isinstance(calls, list) else [calls]
-    return {"role": "assistant", "content": "", "tool_calls": [_call(call, where) for call in calls], **weight}
-
-
-def _parsed(value: object) -> object:
-    """A list or an object, also where it comes as JSON; all else as it is."""
-    if not isinstance(value, str) or value.lstrip()[:1] not in ("[", "{"):
-        return value
-    try:
-        parsed = json.loads(value)
-    except (ValueError, RecursionError):
-        return value
-    return parsed if isinstance(parsed, list | dict) else value
-
-
-def _as_messages(value: object) -> object:
-    """Messages, also where they come as JSON; all else as it is: a text may be JSON of something else."""
-    parsed = _parsed(value)
-    if isinstance(parsed, list) and parsed and all(isinstance(item, dict) and "role" in item for item in parsed):
-        return parsed
-    return value
-
-
-def _list(value: object, where: str) -> list[object]:
-    value = _parsed(value)
-    if not isinstance(value, list):
-        _refuse("this is no list", where, value, "a list")
-    return list(value)
-
-
-def _text(value: object, where: str) -> str:
-    if not isinstance(value, str):
-        _refuse("this is no text", where, value, "a string")
-    return str(value)
-
-
-def _refuse(what: str, part: str, found: object, allowed: str) -> NoReturn:
-    shown = None if found is None else f"{found!r:.{_SHOWN_CHARACTERS}}"
-    raise ContentError(f"{what}: {part}", found=shown, allowed=allowed)
-
-
-class RowColumns(NamedTuple):
-    """Columns of a format, and how they become its canonical form."""
-
-    needed: tuple[str, ...]
-    optional: tuple[str, ...]
-    convert: Callable[[Mapping[str, object]], dict[str, object]]
-    """Takes the columns that a row has; ContentError, without its `where`: their values are of another form."""
 
 
 FORMS: dict[RowFormat, RowColumns] = {
@@ -455,7 +273,7 @@ OTHER_NAMES = {
 """The same formats as other libraries name their columns: sentence-transformers, FlagEmbedding, TRL."""
 
 
-def write_example(form: RowColumns, row: Mapping[str, object], rules: ImageRules | None, where: str) -> str | BadRow:
+def write_example(form: RowColumns, row: Row, rules: ImageRules | None, where: str) -> str | BadRow:
     """Write a row with the columns of a format as JSON of its canonical form, with its images beside it.
 
     `rules` are those of its source, None: without images; `where` names the file and the row.

@@ -51,6 +51,8 @@ class ImageRules:
 class ImageFile(NamedTuple):
     """An image that is not decoded yet."""
 
+    digest: str
+    """Hash of its bytes."""
     data: bytes | None
     """None: the bytes are in a file."""
     path: str | None
@@ -109,9 +111,8 @@ def take_images(
         return example, ()
     if any(PLACE in m.get("content", "") for m in messages if m["role"] == "assistant"):
         raise ContentError("an image stands in what the assistant says, and models learn to write text alone")
-    opened = [_open(ref, rules) for ref in refs]
-    known = [{"digest": digest, "size": list(file.size)} for digest, file in opened]
-    return example | {IMAGES: known}, tuple(file for _, file in opened)
+    files = tuple(_open(ref, rules) for ref in refs)
+    return example | {IMAGES: [{"digest": file.digest, "size": list(file.size)} for file in files]}, files
 
 
 def part_of(part: Mapping[str, object]) -> object:
@@ -155,8 +156,8 @@ def _find_places(messages: Sequence[dict[str, Any]], num_images: int) -> None:
         first["content"] = PLACE * num_images + first["content"]
 
 
-def _open(ref: object, rules: ImageRules) -> tuple[str, ImageFile]:
-    """Give the digest of an image's bytes, and the image."""
+def _open(ref: object, rules: ImageRules) -> ImageFile:
+    """Read an image as far as its header."""
     path = None
     if isinstance(ref, Mapping):
         # As `datasets` writes its feature Image.
@@ -175,7 +176,7 @@ def _open(ref: object, rules: ImageRules) -> tuple[str, ImageFile]:
         if _orientation(image) in _SIDEWAYS:
             width, height = height, width
     digest = hashlib.blake2b(data, digest_size=12).hexdigest()
-    return digest, ImageFile(None if path is not None else data, path, (width, height), rules)
+    return ImageFile(digest, None if path is not None else data, path, (width, height), rules)
 
 
 def _decoded(address: str, rules: ImageRules) -> bytes:

@@ -10,7 +10,7 @@ from typing import NamedTuple, overload
 
 from hfdist.data.cache import digest_of
 from hfdist.data.order.runs import Runs
-from hfdist.data.sources.base import Shard
+from hfdist.data.sources.base import Shard, holds_tokens
 from hfdist.data.storage.identity import Contents
 
 
@@ -93,7 +93,7 @@ class OpenShards(Shards):
         self._shards = shards
         self.runs = Runs.of(shard.runs for shard in shards)
         self.gives_examples = any(shard.gives_examples for shard in shards)
-        self.holds_tokens = all(hasattr(shard, "token_columns") for shard in shards)
+        self.holds_tokens = all(map(holds_tokens, shards))
         self.has_places = any(shard.place is not None for shard in shards)
         self.local_digest = digest_of([shard.local_identity for shard in shards])
 

@@ -34,7 +34,7 @@ from hfdist.data.sources.base import (
     spans_of_part,
 )
 from hfdist.data.sources.columns import kinds_of
-from hfdist.data.sources.formats import has_null_arguments
+from hfdist.data.sources.messages import has_null_arguments
 from hfdist.data.sources.rows import RowReader
 from hfdist.data.storage.filecache import FileCache
 from hfdist.data.storage.files import DataFile, LocalFile, key_of

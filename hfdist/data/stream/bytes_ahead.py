@@ -49,4 +49,4 @@ class BytesAhead:
 
 
 def _num_bytes(sequence: Sequence) -> int:
-    return sum(values.nbytes for inputs in (sequence.images or {}).values() for values in inputs.values())
+    return sum(values.nbytes for images in (sequence.images or {}).values() for values in images.inputs.values())

@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -35,8 +36,14 @@ _MOST_DOCUMENTS = 4096
 # Of all lanes: if one call reads this many, larger calls would not be faster for each document, but all would wait.
 _ENOUGH_DOCUMENTS = 100_000
 
-Packed = tuple[int, int | None, sequence.Sequence]
-"""Lane, pool (None: the lane has come to its end) and sequence."""
+
+class Packed(NamedTuple):
+    """A sequence, and where it comes from."""
+
+    lane: int
+    pool: int | None
+    """None: the lane has come to its end."""
+    sequence: sequence.Sequence
 
 
 @dataclass(frozen=True)
@@ -82,10 +89,10 @@ class Lane:
     def next(self, sample: int) -> Packed:
         """Give the lane's next sequence, number `sample` of the run; DataError: bad data, or none to train on."""
         if self._endless is not None:
-            return self._lane, 0, next(self._endless)
+            return Packed(self._lane, 0, next(self._endless))
         pool = self._plan.mixture.pick(sample, self._available)
         if pool is None:
-            return self._lane, None, without_tokens(self._plan.shape.length, self._plan.shape, Place())
+            return Packed(self._lane, None, without_tokens(self._plan.shape.length, self._plan.shape, Place()))
         packed = next(self._sequences[pool])
         # Right after the last sequence, not at the next call: a lane that resumes here must pick the same pool.
         if self._plan.is_finished(pool, self._lane, packed.next_place):
@@ -93,7 +100,7 @@ class Lane:
             self._available = tuple(self._sequences)
         if pool > 0:
             packed.records["pool"] = pool
-        return self._lane, pool, packed
+        return Packed(self._lane, pool, packed)
 
 
 def open_lanes(plan: LanePlan, documents: Documents, progress: Mapping[int, Sequence[Progress]]) -> dict[int, Lane]:

@@ -20,7 +20,8 @@ import numpy as np
 from hfdist.atomic_write import sync
 from hfdist.config.data import BadRows
 from hfdist.data.documents.corpus import Corpus
-from hfdist.data.order.records import RECORD, Records, Status
+from hfdist.data.order.records import RECORD, Records
+from hfdist.data.packing.sequence import Problem
 
 logger = logging.getLogger(__name__)
 
@@ -54,30 +55,27 @@ class Ledger:
         self._writing = threading.Lock()
         self._num_bad_rows = 0
 
-    def add(self, lane: int, records: Records, problems: tuple[str, ...]) -> None:
-        """Add the records of one sequence; warns of bad rows."""
+    def add(self, lane: int, records: Records, problems: Iterable[Problem]) -> None:
+        """Add the records of one sequence, or without `problems` of several; warn of rows that teach nothing."""
         path = self._records_files.get(lane)
         if path is None:
             path = self._records_files[lane] = records_file(self.folder, lane)
         self._queue(path, records.tobytes())
-        # Comparing the status of all records would cost more than all else here.
-        bad = records[records["fate"] == Status.bad] if problems else ()
-        for record, problem in zip(bad, problems, strict=True):
+        for problem in problems:
             self._num_bad_rows += 1
             if self._num_bad_rows <= _MOST_WARNINGS:
-                logger.warning("left out: %s", problem)
+                logger.warning("left out: %s", problem.message)
             if self._num_bad_rows == _MOST_WARNINGS:
                 logger.warning("bad rows after these are left out without a warning; `hfdist audit` counts them")
             if self._on_bad_rows is BadRows.quarantine:
-                self._queue(bad_rows_file(self.folder, lane), self._describe(record, problem))
+                self._queue(bad_rows_file(self.folder, lane), self._describe(int(records["sequence"][0]), problem))
 
     def _queue(self, path: Path, content: bytes) -> None:
         self._pending.setdefault(path, []).append(content)
 
-    def _describe(self, record: np.void, problem: str) -> bytes:
-        row = str(self._corpus.origin(int(record["document"])))
-        line = json.dumps({"sequence": int(record["sequence"]), "row": row, "problem": problem})
-        return f"{line}\n".encode()
+    def _describe(self, sequence: int, problem: Problem) -> bytes:
+        row = str(self._corpus.origin(problem.document))
+        return f"{json.dumps({'sequence': sequence, 'row': row, 'problem': problem.message})}\n".encode()
 
     def flush(self) -> None:
         """Write and sync what was added."""

@@ -14,13 +14,12 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from hfdist.data.order.lane_state import Place
 from hfdist.data.order.records import Records, join
-from hfdist.data.packing.sequence import Pieces, join_tokens
+from hfdist.data.packing.sequence import PieceImages, Pieces, Problem, join_tokens
 from hfdist.data.packing.sequence import Sequence as PackedSequence
 from hfdist.data.stream.bytes_ahead import BytesAhead
 from hfdist.data.stream.lane import Packed
 from hfdist.data.stream.worker_deaths import WorkerRegistry
 from hfdist.data.stream.worker_process import forward_to_rank, keep_arrays
-from hfdist.data.tokenization.image_tokens import Inputs
 from hfdist.errors import HfdistError
 from hfdist.units import list_first
 
@@ -28,8 +27,8 @@ from hfdist.units import list_first
 # soon, then twice as many each time.
 _FIRST_ITEM, _LARGEST_ITEM = 8, 64
 
-_Images = Mapping[int, Inputs] | None
-_Rest = tuple[Sequence[int], Sequence[tuple[int, int]], tuple[int, ...], int, int, tuple[str, ...], _Images]
+_Images = Mapping[int, PieceImages] | None
+_Rest = tuple[Sequence[int], Sequence[tuple[int, int]], tuple[int, ...], int, int, tuple[Problem, ...], _Images]
 """`lengths`, `blanks`, `next_place`, `num_tokens`, `num_documents`, `problems` and `images` of a sequence."""
 
 
@@ -97,7 +96,7 @@ def read_ahead(
                 for _ in range(item_size):
                     for worker, turn in enumerate(turns):
                         packed = next(turn)
-                        ahead.take(worker, packed[2])
+                        ahead.take(worker, packed.sequence)
                         yield packed
     finally:
         ahead.close()
@@ -121,7 +120,7 @@ class _Worker(IterableDataset[object]):
                 for _ in range(item_size):
                     self._ahead.wait(info.id)
                     item.append(next(sequences))
-                    self._ahead.add(item[-1][2])
+                    self._ahead.add(item[-1].sequence)
                 yield _bundle(item), None
         except HfdistError as error:
             yield _bundle(item) if item else None, error
@@ -145,7 +144,7 @@ def _unpack(item: _Item) -> Iterator[Packed]:
 
 def _bundle(item: Sequence[Packed]) -> _Bundle:
     """Copy the tokens and the records of sequences, one or more."""
-    sequences = [packed[2] for packed in item]
+    sequences = [packed.sequence for packed in item]
     return _Bundle(
         [(lane, pool) for lane, pool, _ in item],
         join_tokens(Pieces.of(sequences).parts),
@@ -167,5 +166,5 @@ def _unbundle(given: _Bundle) -> Iterator[Packed]:
         stop, last = token + sum(lengths), record + num_records
         parts, records = [given.tokens[token:stop]], given.records[record:last]
         own = parts, lengths, blanks, Place._make(place), num_tokens, num_documents, records
-        yield lane, pool, PackedSequence(*own, problems, images)
+        yield Packed(lane, pool, PackedSequence(*own, problems, images))
         token, record = stop, last

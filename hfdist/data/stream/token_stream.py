@@ -28,7 +28,7 @@ from hfdist.data.order.lane_state import Columns, LaneState, Progress
 from hfdist.data.order.records import chain, numbers_of
 from hfdist.data.order.shares import Shares
 from hfdist.data.order.shuffle import LaneOrder, Mixture, workers_that_fit
-from hfdist.data.packing.packed_images import stack_packed, stack_packed_rows
+from hfdist.data.packing.packed_images import packed_row, stack_packed_rows
 from hfdist.data.packing.sequence import (
     NAMES,
     ORIGINS,
@@ -61,7 +61,7 @@ class TokenStream(IterableDataset[dict[str, torch.Tensor]]):
     Sequence s of data rank r is sequence s * data_size + r of the run. If several runs share the lanes, `deal` says who
     reads which. If every source has a limit of epochs, it ends once all documents of this rank's lanes were given.
     Under `data.packing=none` a sequence is one document, with attention_mask in place of position_ids. With images a
-    batch also has what a forward takes of these, and position_ids may be those of `stack_packed`.
+    batch also has what a forward takes of these, and position_ids may be those of `stack_packed_rows`.
 
     Args:
         corpus: the documents.
@@ -202,7 +202,7 @@ class TokenStream(IterableDataset[dict[str, torch.Tensor]]):
         if self._num_runs > 1:
             self._of_others = {lane: own for lane, own in cursor.lanes.items() if lane not in self.lanes_of_run}
         self._samples = cursor.samples
-        self._turn = _place(cursor, self.lanes_of_run) // self._data_size
+        self._turn = _next_turn(cursor, self.lanes_of_run) // self._data_size
         """Which of this rank's lanes gives the next sequence: its place among them."""
         self._in_turn: SequencesInTurn | None = None
         """Where batches come from, if they are taken in columns: not all of those given are in `_states` yet."""
@@ -231,10 +231,10 @@ class TokenStream(IterableDataset[dict[str, torch.Tensor]]):
             raise CheckpointError(what, where="cursor.lanes", found=found, allowed=str(self.config.lanes))
         self.corpus.inventory.check(cursor.contents, self._ledger_folder(ledger), may_change=self.may_begin_anew)
         _, lanes_of_run, lanes = self._lanes_at(cursor)
-        if _place(cursor, lanes_of_run) % self._data_size != 0:
+        if _next_turn(cursor, lanes_of_run) % self._data_size != 0:
             raise CheckpointError("the cursor stands inside a global batch", where="cursor", found=cursor.samples)
         for lane in lanes:
-            self._check(lane, cursor.lanes.get(lane))
+            self._check_lane(lane, cursor.lanes.get(lane))
         self._take(cursor)
         if self.shares is None:
             # Else it begins once it knows what counts.
@@ -317,7 +317,7 @@ class TokenStream(IterableDataset[dict[str, torch.Tensor]]):
             others = {lane: self._counted(lane) for lane in self._of_others}
             self.ledger.go_back(others | {lane: state.sequences for lane, state in self._states.items()})
 
-    def _check(self, lane: int, state: LaneState | None) -> None:
+    def _check_lane(self, lane: int, state: LaneState | None) -> None:
         places = [] if state is None else [progress.place for progress in state.pools]
         fits = len(places) == len(self.plan.orders) and all(
             # At the end of an epoch there is no document to stand in.
@@ -375,11 +375,11 @@ class TokenStream(IterableDataset[dict[str, torch.Tensor]]):
         num_ended = 0
         for packed in self.packed(worker, num_workers):
             # A worker of a DataLoader knows only its own lanes, so that `has_ended` would stay false.
-            num_ended = 0 if packed[1] is not None else num_ended + 1
+            num_ended = 0 if packed.pool is not None else num_ended + 1
             if num_ended == len(self.lanes) // num_workers:
                 return
             batch = self.next_batch([packed])
-            if packed[1] is not None:
+            if packed.pool is not None:
                 yield {name: rows[0] for name, rows in batch.items()}
 
     def lanes_of_worker(self, worker: int, num_workers: int) -> list[int]:
@@ -395,7 +395,7 @@ class TokenStream(IterableDataset[dict[str, torch.Tensor]]):
         for turn in itertools.count():
             for number, lane in lanes.items():
                 packed = lane.next((states[number].sequences + turn) * self.config.lanes + number)
-                yield packed if images is None else (*packed[:2], images.read(packed[2]))
+                yield packed if images is None else packed._replace(sequence=images.read(packed.sequence))
 
     def _states_of_worker(self, worker: int, num_workers: int) -> dict[int, LaneState]:
         self._note_turns()
@@ -445,7 +445,7 @@ class TokenStream(IterableDataset[dict[str, torch.Tensor]]):
             else:
                 self._states[lane] = self._states[lane]._replace(sequences=self._states[lane].sequences + 1)
         self._count(len(packed))
-        sequences = [sequence for _, _, sequence in packed]
+        sequences = [one.sequence for one in packed]
         batch = self._collate(sequences)
         if self.config.keep_columns and self.plan.packing is Packing.none:
             numbers = [next(iter(numbers_of(one.records)), -1) for one in sequences]
@@ -459,19 +459,19 @@ class TokenStream(IterableDataset[dict[str, torch.Tensor]]):
             return collate(sequences, self.plan.packing, self.plan.shape)
         if self.plan.packing is Packing.none:
             return self.stack_rows([image_row(one, self.images) for one in sequences])
-        return stack_packed(sequences, self.plan.shape, self.images, tells_images=self.tells_images, **self._of_batches)
+        return self.stack_rows([packed_row(one, self.images, tells_images=self.tells_images) for one in sequences])
 
     def stack_rows(self, rows: list[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
         """Collate rows of a run with images, as of its held-out set."""
         assert self.images is not None
-        if NAMES[POSITION_IDS] in rows[0]:
-            return stack_packed_rows(rows, self.plan.shape.fill_id, self.images, **self._of_batches)
-        return stack_rows(rows, self.plan.shape.fill_id, self.images, **self._of_batches)
-
-    @property
-    def _of_batches(self) -> dict[str, bool]:
-        """Say what each batch with images has besides: keywords of `stack_rows` and `stack_packed`."""
-        return {"needs_image": self.needs_image, "tells_rows": self.tells_images_by_row}
+        stack_them = stack_packed_rows if NAMES[POSITION_IDS] in rows[0] else stack_rows
+        return stack_them(
+            rows,
+            self.plan.shape.fill_id,
+            self.images,
+            needs_image=self.needs_image,
+            tells_rows=self.tells_images_by_row,
+        )
 
     def _note(self, lane: int, pool: int, sequence: Sequence) -> None:
         (digest, pools, number), records = self._states[lane], sequence.records
@@ -589,7 +589,7 @@ def _identity(corpus: Corpus, encoders: Encoders, config: DataConfig, global_bat
     return digest_of([4, corpus.fingerprint, tokens, *settings, mixture])
 
 
-def _place(cursor: Cursor, lanes: list[int]) -> int:
+def _next_turn(cursor: Cursor, lanes: list[int]) -> int:
     """Which of a run's lanes gives the next sequence: the first one, if the run of the cursor had other lanes."""
     shares, next_lane = cursor.shares, cursor.next_lane
     before = list(range(cursor.num_lanes)) if shares is None else shares.lanes_of(shares.readers[next_lane])

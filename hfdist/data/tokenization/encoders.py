@@ -34,7 +34,7 @@ from hfdist.config.plain_values import plain
 from hfdist.data import marks
 from hfdist.data.label_tokens import of_number
 from hfdist.data.marks import Tokens
-from hfdist.data.sources.base import BadRow, ContentError, Shard
+from hfdist.data.sources.base import BadRow, ContentError, Shard, holds_tokens
 from hfdist.data.sources.formats import split_columns
 from hfdist.data.sources.tokenfile import check_tokenizer
 from hfdist.data.tokenization.chat_encoder import Chat, ChatEncoder
@@ -53,7 +53,7 @@ _MOST_TRIED = 16
 
 
 def _has_examples(shard: Shard) -> bool:
-    return shard.gives_examples and not hasattr(shard, "token_columns")
+    return shard.gives_examples and any(shard.runs) and not holds_tokens(shard)
 
 
 class Encoders:
@@ -171,7 +171,8 @@ class Encoders:
             rejected.append(example.pop("rejected", None))
             try:
                 begun.append([self._begin(answer) for answer in _answers(example, rejected[-1])])
-            except RefusedError as error:
+            # Also arguments of a call that are nested deeper than Python goes.
+            except (RefusedError, RecursionError) as error:
                 what = "the chat template does not take the conversation"
                 begun.append(ContentError(what, found=str(error), hint="data.chat.template for another template"))
             except ContentError as error:

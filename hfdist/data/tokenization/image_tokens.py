@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from PIL import Image
 from transformers import ProcessorMixin
 
+from hfdist.data.sources.base import ContentError
 from hfdist.errors import ConfigError, first_line
 
 Inputs = Mapping[str, NDArray[Any]]
@@ -69,8 +70,13 @@ class ImageTokens:
             ) from error
 
     def expansion(self, size: tuple[int, int]) -> str:
-        """Give the text in the place of an image of a width and a height."""
-        return self._expansion(size)[0]
+        """Give the text in the place of an image of a width and a height; ContentError: the processor takes none."""
+        try:
+            return self._expansion(size)[0]
+        except ValueError as error:
+            # Such as of Qwen's, of an image that is 200 times as long as it is wide.
+            what = f"the model's processor does not take an image of this size: {first_line(error)}"
+            raise ContentError(what, found=f"{size[0]} x {size[1]}") from error
 
     def num_features(self, size: tuple[int, int]) -> int:
         """Give the number of tokens that stand for features of an image of a width and a height."""

@@ -153,7 +153,7 @@ def _refuse_run(config: RunConfig, model: PreTrainedModel, layout: Partitioning)
 
 def _has_few_logits(config: RunConfig, model: PreTrainedModel, layout: Partitioning) -> bool:
     """Whether whole logits cost less. All ranks find the same, as by the config and not by the rows of a batch."""
-    if layout.shares or config.train.precision is not Precision.fp32 or config.task.name.traits.is_reinforcement:
+    if layout.sharing_keys or config.train.precision is not Precision.fp32 or config.task.name.traits.is_reinforcement:
         # Gathers are counted for deferred logits. In few bits, the gradient of whole logits is rounded more often. The
         # answers to a prompt are several rows.
         return False

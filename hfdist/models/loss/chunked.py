@@ -76,21 +76,21 @@ class ChunkedLoss:
         hidden = rows.hidden
         parameters = [p for p in module.parameters() if p.requires_grad and torch.is_grad_enabled()]
         shard = shared_vocabulary.vocabulary_shard_of(module)
-        given = rows._replace(hidden=hidden.detach())
-        chunk_rows = self._chunk_rows(given, shard)
+        detached = rows._replace(hidden=hidden.detach())
+        chunk_rows = self._chunk_rows(detached, shard)
         with torch.no_grad():
-            run = self._linear if type(module) is nn.Linear else self._any
+            run = self._run_linear if type(module) is nn.Linear else self._run_by_autograd
             total, weights = None, None
             if rows.reduce is not None:
-                losses, *_ = run(given, [], chunk_rows, None, wants_rows=False)
-                every = losses.new_zeros(num_rows)
-                every[kept] = losses
+                losses, *_ = run(detached, [], chunk_rows, None, wants_rows=False)
+                all_losses = losses.new_zeros(num_rows)
+                all_losses[kept] = losses
                 if not (parameters or hidden.requires_grad):
-                    return rows.reduce(every)
-                total, weights = _differentiated(rows.reduce, every)
+                    return rows.reduce(all_losses)
+                total, weights = _differentiated(rows.reduce, all_losses)
                 weights = weights[kept]
             losses, of_rows, of_parameters = run(
-                given, parameters, chunk_rows, weights, wants_rows=hidden.requires_grad
+                detached, parameters, chunk_rows, weights, wants_rows=hidden.requires_grad
             )
             total = losses.sum() if total is None else total
             # Another class runs its own forward, whose backward has summed.
@@ -104,15 +104,17 @@ class ChunkedLoss:
 
     def _chunk_rows(self, rows: Rows, shard: shared_vocabulary.VocabularyShard | None) -> int:
         """Rows of each chunk. All chunks have one size, since a GPU keeps the memory of each size."""
-        # A teacher's logits are whole on each rank.
-        own = None if shard is None else shard.num_rows if rows.teacher is not None else shard.most_rows
-        vocabulary = own or rows.head.vocabulary
-        chunk_logits = self._chunk_logits if rows.teacher is None else self._chunk_logits // TENSORS_OF_DIVERGENCE
+        vocabulary, chunk_logits = rows.head.vocabulary, self._chunk_logits
+        if shard is not None:
+            # A teacher's logits are whole on each rank.
+            vocabulary = shard.most_rows if rows.teacher is None else shard.num_rows
+        if rows.teacher is not None:
+            chunk_logits //= TENSORS_OF_DIVERGENCE
         num_rows = len(rows.hidden)
         num_chunks = max(1, -(-num_rows // max(chunk_logits // vocabulary, self._least_rows)))
         return max(1, -(-num_rows // num_chunks))
 
-    def _linear(
+    def _run_linear(
         self,
         rows: Rows,
         parameters: list[nn.Parameter],
@@ -134,17 +136,17 @@ class ChunkedLoss:
             memory = torch.empty(chunk_rows, len(weight), dtype=dtype, device=rows.hidden.device)
             for begin in range(0, len(rows.hidden), chunk_rows):
                 part = slice(begin, begin + chunk_rows)
-                own = rows.part(part)
-                hidden = own.hidden.to(dtype)
+                chunk = rows.part(part)
+                hidden = chunk.hidden.to(dtype)
                 out = memory[: len(hidden)]
                 if bias is None:
                     logits = torch.mm(hidden, weight.T, out=out)
                 else:
                     logits = torch.addmm(bias, hidden, weight.T, out=out)
                 if of_rows is None and not sums and shared_vocabulary.vocabulary_shard_of(module) is None:
-                    losses[part] = _losses_alone(logits, own)
+                    losses[part] = _losses_alone(logits, chunk)
                     continue
-                losses[part], gradient = self._of_logits(logits, own)
+                losses[part], gradient = self._of_logits(logits, chunk)
                 if weights is not None:
                     gradient.mul_(weights[part, None])
                 if of_rows is not None:
@@ -169,7 +171,7 @@ class ChunkedLoss:
             (gradient,) = torch.autograd.grad(losses.sum(), logits)
         return losses.detach(), gradient
 
-    def _any(
+    def _run_by_autograd(
         self,
         rows: Rows,
         parameters: list[nn.Parameter],
@@ -186,21 +188,21 @@ class ChunkedLoss:
         for begin in range(0, max(1, len(rows.hidden)), chunk_rows):
             part = slice(begin, begin + chunk_rows)
             with torch.enable_grad():
-                own = rows.part(part)
-                hidden = own.hidden.requires_grad_(wants_rows)
-                own_losses = _losses(rows.head.forward(hidden), own)
-                total = own_losses.sum() if weights is None else own_losses @ weights[part]
+                chunk = rows.part(part)
+                hidden = chunk.hidden.requires_grad_(wants_rows)
+                chunk_losses = _losses(rows.head.forward(hidden), chunk)
+                total = chunk_losses.sum() if weights is None else chunk_losses @ weights[part]
                 wanting = [*([hidden] if wants_rows else []), *parameters]
                 gradients = list(torch.autograd.grad(total, wanting, allow_unused=True)) if wanting else []
-            losses[part] = own_losses.detach()
-            if of_rows is not None and (of_part := gradients.pop(0)) is not None:
-                of_rows[part] = of_part
-            for place, gradient in enumerate(gradients):
-                summed = sums[place]
+            losses[part] = chunk_losses.detach()
+            if of_rows is not None and (of_chunk := gradients.pop(0)) is not None:
+                of_rows[part] = of_chunk
+            for number, gradient in enumerate(gradients):
+                summed = sums[number]
                 if summed is not None:
                     summed += gradient
                 elif gradient is not None:
-                    sums[place] = gradient.float()
+                    sums[number] = gradient.float()
         return losses, of_rows, sums
 
 

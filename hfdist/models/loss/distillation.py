@@ -51,7 +51,7 @@ def asking(
         teacher: a causal language model of transformers, whole or sharded by FSDP2.
         batch: tensors of shape [rows, tokens].
         temperature: what logits are divided by.
-        beta: which divergence; see `divergence`.
+        beta: which divergence, from 0 to 1: see `divergences_and_gradient`.
     """
     # Any: transformers says of an embedding that it is a module or a tensor.
     head: Any = teacher.get_output_embeddings()

@@ -406,7 +406,7 @@ def teacher_rows(logits: Logits, *, beta: float) -> WholeRows:
 
     Args:
         logits: without a graph, of shape [..., vocabulary of at least as many tokens as the student's].
-        beta: which divergence; see `divergence`.
+        beta: which divergence, from 0 to 1: see `divergences_and_gradient`.
     """
     flat = logits.reshape(-1, logits.shape[-1])
     if isinstance(flat, _DeferredLogits) and flat._is_deferred:

@@ -49,10 +49,9 @@ class WholeRows(NamedTuple):
     to_logits: Callable[[torch.Tensor], torch.Tensor]
     """From some rows of `given` to logits [rows, vocabulary]; the vocabulary may be larger than the student's."""
     beta: float
-    """Which divergence; see `divergence`."""
+    """Which divergence, from 0 to 1: see `divergences_and_gradient`."""
 
     def part(self, which: slice | torch.Tensor) -> WholeRows:
-        """See the protocol."""
         return self._replace(given=self.given[which])
 
     @torch.no_grad()
@@ -64,7 +63,6 @@ class WholeRows(NamedTuple):
     def compare(
         self, student: torch.Tensor, is_target: torch.Tensor, columns: Columns
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See the protocol."""
         taught = self.log_probabilities(columns.vocabulary)[:, columns.start : columns.stop]
         return divergences_and_gradient(student, taught, is_target, beta=self.beta, add_up=columns.add_up)
 
@@ -77,16 +75,14 @@ class TopRows(NamedTuple):
     log_probabilities: torch.Tensor
     """Of these, and of all others together; shape [rows, tokens + 1]."""
     beta: float
-    """Which divergence; see `divergence`."""
+    """Which divergence, from 0 to 1: see `divergences_and_gradient`."""
 
     def part(self, which: slice | torch.Tensor) -> TopRows:
-        """See the protocol."""
         return TopRows(self.ids[which], self.log_probabilities[which], self.beta)
 
     def compare(
         self, student: torch.Tensor, is_target: torch.Tensor, columns: Columns
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """See the protocol."""
         return top_divergences_and_gradient(
             student,
             self.log_probabilities,

@@ -19,7 +19,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 # Private: the public way, `save_pretrained`, wants whole tensors. tests/zoo/test_hub_names.py compares with it.
-from transformers.core_model_loading import WeightRenaming, revert_weight_conversion
+from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
 from hfdist.models.names.strides import Block, UnfollowedError, follow
@@ -86,7 +86,6 @@ def _find(model: nn.Module) -> HubNames:
     as_it_is = names_after(lambda tensors: tensors)
     if not isinstance(model, PreTrainedModel):
         return as_it_is
-    _forget_unused_renamings(model)
     try:
         converted = names_after(lambda tensors: revert_weight_conversion(model, tensors))
     except UnfollowedError as error:
@@ -97,17 +96,6 @@ def _find(model: nn.Module) -> HubNames:
         if is_other:
             others.insert(0, names_after(lambda tensors: revert_weight_conversion(model, tensors)))
     return replace(converted, others=tuple(one for one in others if one.blocks != converted.blocks))
-
-
-def _forget_unused_renamings(model: PreTrainedModel) -> None:
-    """Let a model that was read under ZeRO-3 remember what one process does: the renamings that its files needed.
-
-    There transformers notes all that it knows, such as those of old names of norms, and would revert them.
-    """
-    read_with = vars(model).get("_weight_conversions")
-    if read_with is not None:
-        used = [one for one in read_with if not isinstance(one, WeightRenaming) or one.was_used()]
-        vars(model)["_weight_conversions"] = used
 
 
 def _saved_once(model: nn.Module, in_state: Mapping[str, str], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, str]:
@@ -128,7 +116,10 @@ def _saved_once(model: nn.Module, in_state: Mapping[str, str], shapes: Mapping[s
 
 
 def _keep_used_conversions(model: nn.Module) -> None:
-    """Forget conversions that matched nothing in the files: under ZeRO-3 transformers would revert these, too."""
+    """Forget conversions that matched nothing in the files, such as those of old names of norms.
+
+    One process keeps no others, but under ZeRO-3 transformers notes all that it knows, and would revert them.
+    """
     read_with = vars(model).get("_weight_conversions")
     if read_with is not None:
         vars(model)["_weight_conversions"] = [one for one in read_with if one.was_used()]

@@ -37,16 +37,18 @@ class NameDifferences:
     """Weights of other shapes, each with that in the file and the model's."""
 
     @classmethod
-    def of(cls, about: Mapping[str, Any], model: PreTrainedModel, *, head: Head = Head.tokens) -> NameDifferences:
+    def of(
+        cls, loading_info: Mapping[str, Any], model: PreTrainedModel, *, head: Head = Head.tokens
+    ) -> NameDifferences:
         """Take them from what `from_pretrained` says with `output_loading_info`.
 
         Args:
-            about: its second value. It lacks what transformers itself deems fine.
+            loading_info: its second value. It lacks what transformers itself deems fine.
             model: its first value.
             head: what the model gives at its end: layers for a score or for labels are new, the pooler that some
                 encoders have is new or not used, and a head for tokens may be left out.
         """
-        missing, unexpected = sorted(about["missing_keys"]), sorted(about["unexpected_keys"])
+        missing, unexpected = sorted(loading_info["missing_keys"]), sorted(loading_info["unexpected_keys"])
         if head is Head.score:
             missing = [name for name in missing if not name.startswith(_SCORE_PREFIX)]
         prefix = f"{model.base_model_prefix}."
@@ -58,7 +60,7 @@ class NameDifferences:
             unexpected = [name for name in unexpected if name.startswith(prefix)]
         if head is Head.masked:
             unexpected = [name for name in unexpected if not name.removeprefix(prefix).startswith(_POOLER_PREFIX)]
-        shapes = sorted(about["mismatched_keys"])
+        shapes = sorted(loading_info["mismatched_keys"])
         reshaped = tuple(f"{name}: {list(there)}, not {list(here)}" for name, there, here in shapes)
         return cls(tuple(missing), tuple(unexpected), reshaped)
 
@@ -119,14 +121,14 @@ def read_names(
     given = fields | {"device_map": "meta", "output_loading_info": True, "ignore_mismatched_sizes": True}
     with reading_from_hub(where, str(name)), _without_bar(), without_report():
         try:
-            model, about = auto_class.from_pretrained(name, **given)
+            model, loading_info = auto_class.from_pretrained(name, **given)
         except RuntimeError as error:
             if _NOT_CONVERTED not in str(error):
                 raise
             what = "transformers cannot put the weights in its files together: some are missing, or of other shapes"
             hint = "a file of every expert, and of every part of a weight that the model's class has whole"
             raise ConfigError(what, where=where, found=name, hint=hint) from error
-    return NameDifferences.of(about, model, head=head)
+    return NameDifferences.of(loading_info, model, head=head)
 
 
 @contextmanager

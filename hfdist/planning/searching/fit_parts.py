@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 from torch import nn
@@ -49,38 +49,33 @@ def fit_part(
         plain: traces without activation checkpointing, by the number of sequences: 1 and 2.
         by_mode: the same for each mode of activation checkpointing.
     """
-    one = plain[1]
     # How much of what grows with the sequences is whole on each tensor rank.
-    growing = max(plain[2].kept - one.kept, 1.0)
-    share = min(1.0, (plain[2].whole - one.whole) / growing)
-    least = by_mode[Recompute.all]
-    floor = max(0.0, least[2].kept - least[1].kept)
+    growing = max(plain[2].kept - plain[1].kept, 1.0)
+    whole_share = min(1.0, (plain[2].whole - plain[1].whole) / growing)
+    _, inputs = _line(by_mode[Recompute.all], lambda trace: trace.kept)
 
-    def kept(mode: Mode, seen: Mapping[int, PartTrace]) -> Growth:
-        fixed, line = _line({number: found.kept for number, found in seen.items()})
+    def kept(mode: Mode) -> Growth:
+        fixed, each = _line(by_mode[mode], lambda trace: trace.kept)
         # The blocks' inputs are whole, of the rest as much as without checkpointing.
-        whole = min(line, floor + (line - floor) * share) if mode is not None else line * share
-        return Growth(fixed=fixed, whole=whole, divided=line - whole)
+        whole = min(each, inputs + (each - inputs) * whole_share) if mode is not None else each * whole_share
+        return Growth(fixed=fixed, whole=whole, divided=each - whole)
 
-    def spread(values: Mapping[int, float]) -> Growth:
-        fixed, line = _line(values)
-        return Growth(fixed=fixed, whole=line * share, divided=line * (1 - share))
+    def spread(traces: Mapping[int, PartTrace], value: Callable[[PartTrace], float]) -> Growth:
+        fixed, each = _line(traces, value)
+        return Growth(fixed=fixed, whole=each * whole_share, divided=each * (1 - whole_share))
 
-    def work(values: Mapping[int, OpCosts]) -> Work:
-        moved = spread({number: costs.moved_bytes for number, costs in values.items()})
-        return Work(flops=values[1].flops, moved=moved, kernels=values[1].kernels)
+    def work(traces: Mapping[int, PartTrace], costs: Callable[[PartTrace], OpCosts]) -> Work:
+        of_one = costs(traces[1])
+        moved = spread(traces, lambda trace: costs(trace).moved_bytes)
+        return Work(flops=of_one.flops, moved=moved, kernels=of_one.kernels)
 
     return PartCosts(
         parameters=sum(p.nbytes for p in named.values()) / item_bytes,
         trained=float(sum(p.numel() for p in named.values() if p.requires_grad)),
-        forward=work({number: seen.forward for number, seen in plain.items()}),
-        backward={
-            mode: work({number: found.backward for number, found in seen.items()}) for mode, seen in by_mode.items()
-        },
-        kept={mode: kept(mode, seen) for mode, seen in by_mode.items()},
-        working={
-            mode: spread({number: found.working for number, found in seen.items()}) for mode, seen in by_mode.items()
-        },
+        forward=work(plain, lambda trace: trace.forward),
+        backward={mode: work(traces, lambda trace: trace.backward) for mode, traces in by_mode.items()},
+        kept={mode: kept(mode) for mode in by_mode},
+        working={mode: spread(traces, lambda trace: trace.working) for mode, traces in by_mode.items()},
     )
 
 
@@ -94,7 +89,8 @@ def with_chunks(epilogue: PartCosts, head: nn.Module | None) -> PartCosts:
     return replace(epilogue, working=working)
 
 
-def _line(values: Mapping[int, float]) -> tuple[float, float]:
-    """Give what does not grow with the sequences, and what each adds."""
-    each = max(0.0, values[2] - values[1])
-    return max(0.0, values[1] - each), each
+def _line(traces: Mapping[int, PartTrace], value: Callable[[PartTrace], float]) -> tuple[float, float]:
+    """Give what of a value does not grow with the sequences, and what each adds."""
+    of_one, of_two = value(traces[1]), value(traces[2])
+    each = max(0.0, of_two - of_one)
+    return max(0.0, of_one - each), each

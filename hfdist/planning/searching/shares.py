@@ -37,15 +37,15 @@ def find_shares(
         blocks: one of each kind.
         tensor_plans: by degree, from `find_tensor_plans`.
     """
-    by_tensor: dict[int, TensorPlan | None] = {1: None, **tensor_plans}
     experts = _expert_parameters(model)
     degrees = divisors(math.gcd(*experts.values())) if experts else [1]
-    return {
-        (tensor, expert): _shares(model, blocks, divided)
-        for tensor, plan in by_tensor.items()
-        for expert in degrees
-        for divided in (_divided(model, plan, tensor) | (dict.fromkeys(experts, expert) if expert > 1 else {}),)
-    }
+    shares = {}
+    for tensor, plan in {1: None, **tensor_plans}.items():
+        of_tensor = _divided(model, plan, tensor)
+        for expert in degrees:
+            of_experts = dict.fromkeys(experts, expert) if expert > 1 else {}
+            shares[tensor, expert] = _shares(model, blocks, of_tensor | of_experts)
+    return shares
 
 
 def find_tensor_plans(
@@ -69,7 +69,7 @@ def _expert_parameters(model: PreTrainedModel) -> dict[str, int]:
 
 
 def _divided(model: PreTrainedModel, plan: TensorPlan | None, degree: int) -> dict[str, int]:
-    """Parameters of which a rank has one of so many shares, by name."""
+    """Give the parameters that tensor ranks share out, by name, with the number of their shares."""
     if plan is None:
         return {}
     modules = dict(model.named_modules())
@@ -83,6 +83,7 @@ def _divided(model: PreTrainedModel, plan: TensorPlan | None, degree: int) -> di
 
 
 def _shares(model: PreTrainedModel, blocks: Sequence[Block], divided: dict[str, int]) -> ShareOfParts:
+    """Give the share of each part that a rank has, where these parameters have so many shares."""
     degrees = {
         id(parameter): divided[name]
         for name, parameter in model.named_parameters(remove_duplicate=False)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import nn
@@ -35,8 +35,9 @@ from hfdist.models.loss import LossHead
 from hfdist.models.probing import class_keeps_documents_apart
 from hfdist.models.recompute import checkpoint_blocks
 from hfdist.optim.registry import make_small, stepped_whole, values_per_weight
-from hfdist.pipeline.costs import costs_by_flops
-from hfdist.pipeline.stage_module import Block, BlockPlace, copy_structure
+from hfdist.pipeline.costs import costs_by_flops, kind_of_block
+from hfdist.pipeline.stage_forward import BlockPlace
+from hfdist.pipeline.stage_module import Block, copy_structure
 from hfdist.planning.costs import OpCosts
 from hfdist.planning.searching.constants import MODES, Mode, ModelConstants, PartCosts
 from hfdist.planning.searching.fit_parts import PartTrace, fit_part, with_chunks
@@ -96,7 +97,6 @@ def measure_constants(
         with fake_tensors:
             measurement = _Measurement(config, model, loss_head)
             kinds, prologue, epilogue = measurement.measure()
-    embedding, head = input_embeddings(model), model.get_output_embeddings()
     dtype = next(model.parameters()).dtype
     weight_bytes = float(dtype.itemsize)
     return with_whole(
@@ -104,7 +104,7 @@ def measure_constants(
         kind_of_block=tuple(measurement.kind_of_block),
         prologue=prologue,
         epilogue=epilogue,
-        tied_parameters=_tied(embedding, head),
+        tied_parameters=_num_tied(model),
         sequence_length=length,
         boundary_bytes=measurement.boundary_bytes,
         weight_bytes=weight_bytes,
@@ -124,7 +124,7 @@ def _of_whole(
     size = partial(step_sizes, model, config.train, is_gpu=is_gpu, stepped_whole=whole, frozen=measure_teacher(config))
     return partial(
         ModelConstants,
-        shares=find_shares(model, list({_kind(block): block for block in blocks}.values()), tensor_plans=plans),
+        shares=find_shares(model, list({kind_of_block(block): block for block in blocks}.values()), tensor_plans=plans),
         balance=costs_by_flops(model, blocks, length),
         flops_per_token=flops_per_token(model.config, measure_size(model), length),
         sizes={tensor: size(tensor=tensor, plan=plans.get(tensor)) for tensor in (1, *plans)},
@@ -138,9 +138,11 @@ def _values_per_weight(optimizer: OptimizerConfig) -> float:
     return 2.0 if is_plain else values_per_weight(make_small(optimizer))
 
 
-def _tied(embedding: Any, head: Any) -> float:
-    same = embedding is not None and head is not None and embedding.weight is head.weight
-    return float(head.weight.numel()) if same else 0.0
+def _num_tied(model: PreTrainedModel) -> float:
+    """Count the elements that the head shares with the embedding."""
+    ends = input_embeddings(model), model.get_output_embeddings()
+    embedding, head = (getattr(module, "weight", None) for module in ends)
+    return float(head.numel()) if head is not None and head is embedding else 0.0
 
 
 @dataclass
@@ -155,10 +157,10 @@ class _Measurement:
     """The short traces of one model, in a FakeTensorMode."""
 
     def __init__(self, config: RunConfig, model: PreTrainedModel, loss_head: LossHead | None) -> None:
-        self._config, self._model, self._loss_head = config, model, loss_head
+        self.config, self._model, self._loss_head = config, model, loss_head
         self.blocks: list[Block] = find_block_parts(model)
         kinds: dict[str, int] = {}
-        self.kind_of_block = [kinds.setdefault(_kind(block), len(kinds)) for block in self.blocks]
+        self.kind_of_block = [kinds.setdefault(kind_of_block(block), len(kinds)) for block in self.blocks]
         precision = config.train.precision
         self.half = torch.float16 if precision is Precision.fp16 else torch.bfloat16 if precision.is_bf16 else None
         self.boundary_bytes = 0.0
@@ -171,28 +173,28 @@ class _Measurement:
     def measure(self) -> tuple[tuple[PartCosts, ...], PartCosts, PartCosts]:
         """Measure each kind of block, and what is before and after the blocks."""
         around = {number: _Around(self, number) for number in _NUMBERS}
-        seen: dict[Mode, list[dict[int, PartTrace]]] = {}
+        traces: dict[Mode, list[dict[int, PartTrace]]] = {}
         for mode in MODES:
             if mode is not None:
                 checkpoint_blocks(self._model, mode)
             kinds = range(1 + max(self.kind_of_block))
-            seen[mode] = [
-                {number: self._run(one.calls[kind], number) for number, one in around.items()} for kind in kinds
+            traces[mode] = [
+                {number: self._run(ends.calls[kind], number) for number, ends in around.items()} for kind in kinds
             ]
         parts = []
-        for kind, of_plain in enumerate(seen[None]):
+        for kind, plain in enumerate(traces[None]):
             block = self.blocks[self.kind_of_block.index(kind)]
             named = {name: p for part in block for name, p in part.named_parameters()}
-            parts.append(fit_part(self._item_bytes, named, of_plain, {mode: seen[mode][kind] for mode in MODES}))
+            parts.append(fit_part(self._item_bytes, named, plain, {mode: traces[mode][kind] for mode in MODES}))
         embedding, head = input_embeddings(self._model), self._model.get_output_embeddings()
-        own_embedding = {} if embedding is None else dict(embedding.named_parameters())
-        own_head = {} if head is None or _tied(embedding, head) else dict(head.named_parameters())
-        prologue = {number: one.prologue for number, one in around.items()}
-        epilogue = {number: one.epilogue for number, one in around.items()}
+        of_embedding = {} if embedding is None else dict(embedding.named_parameters())
+        of_head = {} if head is None or _num_tied(self._model) else dict(head.named_parameters())
+        prologue = {number: ends.prologue for number, ends in around.items()}
+        epilogue = {number: ends.epilogue for number, ends in around.items()}
         return (
             tuple(parts),
-            fit_part(self._item_bytes, own_embedding, prologue, dict.fromkeys(MODES, prologue)),
-            with_chunks(fit_part(self._item_bytes, own_head, epilogue, dict.fromkeys(MODES, epilogue)), head),
+            fit_part(self._item_bytes, of_embedding, prologue, dict.fromkeys(MODES, prologue)),
+            with_chunks(fit_part(self._item_bytes, of_head, epilogue, dict.fromkeys(MODES, epilogue)), head),
         )
 
     def _run(self, calls: list[_Call], number: int) -> PartTrace:
@@ -203,7 +205,7 @@ class _Measurement:
         return seen
 
     def _run_one(self, call: _Call, number: int) -> PartTrace:
-        trace, wide = self._trace, _WideTensors(self._width, self._config.data.sequence_length, number)
+        trace, wide = self._trace, _WideTensors(self._width, self.config.data.sequence_length, number)
         inputs = call.inputs
         # Gradients go to what comes from the block before, and to nothing else.
         next(_floats(inputs)).requires_grad_()
@@ -235,21 +237,21 @@ class _Measurement:
         return trace.costs(Phase.backward), trace.peak_of(Phase.backward).activations
 
     def autocast(self) -> AbstractContextManager[object]:
-        """The arithmetic of the run."""
+        """Compute as the run does."""
         return nullcontext() if self.half is None else torch.autocast("cpu", self.half)
 
     @property
     def trace(self) -> Trace:
-        """Counts all."""
+        """What counts all operations."""
         return self._trace
 
     def stand_ins(self, call: Callable[..., object]) -> PreTrainedModel:
-        """The model with stand-ins for its blocks."""
+        """Give the model with stand-ins for its blocks."""
         return copy_structure(self._model, self.blocks, call)
 
     def loss(self, model: PreTrainedModel, batch: Batch) -> torch.Tensor:
-        """The loss as it is configured."""
-        teaching = teaching_without_teacher(self._config)
+        """Compute the loss as it is configured."""
+        teaching = teaching_without_teacher(self.config)
         if teaching is not None:
             return teaching.loss(self._loss_head, model, batch)
         with nullcontext() if self._loss_head is None else self._loss_head.deferring(model):
@@ -261,44 +263,53 @@ class _Measurement:
 
 
 class _Around:
-    """One forward and backward of what is around the blocks."""
+    """One forward and backward of what is around the blocks, and the calls of blocks that it has seen."""
 
     def __init__(self, measurement: _Measurement, number: int) -> None:
         self.calls: dict[int, list[_Call]] = {}
+        """By kind of block: how the model calls its modules."""
         self.prologue, self.epilogue = PartTrace(), PartTrace()
-        self._owner, self._last = measurement, BlockPlace(len(measurement.blocks) - 1, len(measurement.blocks[0]) - 1)
+        self._measurement = measurement
+        self._last = BlockPlace(len(measurement.blocks) - 1, len(measurement.blocks[0]) - 1)
         self._outputs: dict[tuple[int, int], object] = {}
+        """What blocks gave, by kind and part."""
         self._first: torch.Tensor | None = None
-        trace = measurement.trace
+        """What the first block takes."""
+        self._base = 0.0
+        """Bytes of activations that are held where the part begins that runs."""
         copied = measurement.stand_ins(self._call)
-        length = measurement._config.data.sequence_length
+        length = measurement.config.data.sequence_length
         with unset_fake_temporarily():
             ids = torch.zeros(number, length, dtype=torch.long)
-            kept_of_teacher = make_kept(measurement._config.task, (number, length))
-        with trace:
-            self._base = measurement.begin()
-            with measurement.autocast():
-                loss = measurement.loss(copied, {"input_ids": ids, "labels": ids, **kept_of_teacher})
-            kept = trace.held.activations - self._base
-            self.epilogue = PartTrace(forward=trace.costs(Phase.forward), kept=kept)
-            highest = trace.peak_of(Phase.forward).activations
-            self.epilogue.backward, peak = measurement.backward(loss)
-            self.epilogue.working = max(peak, highest) - self._base - kept
-            del loss
-            before = measurement.begin()
-            assert self._first is not None
-            self.prologue.backward, peak = measurement.backward(self._first)
-            self.prologue.working = max(0.0, peak - before)
-        self._first = None
+            kept_of_teacher = make_kept(measurement.config.task, (number, length))
+        with measurement.trace:
+            self._run(copied, {"input_ids": ids, "labels": ids, **kept_of_teacher})
         for parameter in copied.parameters():
             parameter.grad = None
 
+    def _run(self, copied: PreTrainedModel, batch: Batch) -> None:
+        measurement, trace = self._measurement, self._measurement.trace
+        self._base = measurement.begin()
+        with measurement.autocast():
+            loss = measurement.loss(copied, batch)
+        kept = trace.held.activations - self._base
+        self.epilogue = PartTrace(forward=trace.costs(Phase.forward), kept=kept)
+        highest = trace.peak_of(Phase.forward).activations
+        self.epilogue.backward, peak = measurement.backward(loss)
+        self.epilogue.working = max(peak, highest) - self._base - kept
+        del loss
+        before = measurement.begin()
+        assert self._first is not None
+        self.prologue.backward, peak = measurement.backward(self._first)
+        self.prologue.working = max(0.0, peak - before)
+        self._first = None
+
     def _call(self, place: BlockPlace, module: nn.Module, *args: object, **kwargs: object) -> object:
-        owner, kind = self._owner, self._owner.kind_of_block[place.block]
+        measurement, kind = self._measurement, self._measurement.kind_of_block[place.block]
         if place == BlockPlace(0, 0):
             self._first = next(_floats((args, kwargs)))
-            owner.set_width(self._first)
-            trace = owner.trace
+            measurement.set_width(self._first)
+            trace = measurement.trace
             self.prologue = PartTrace(forward=trace.costs(Phase.forward), kept=trace.held.activations - self._base)
         if (kind, place.part) not in self._outputs:
             inputs = tree_map_only(torch.Tensor, torch.Tensor.detach, (args, kwargs))
@@ -308,7 +319,7 @@ class _Around:
         output = self._outputs[kind, place.part]
         if place == self._last:
             output = tree_map_only(torch.Tensor, _leaf, output)
-            self._base = owner.begin()
+            self._base = measurement.begin()
         return output
 
 
@@ -320,12 +331,12 @@ class _WideTensors:
         self._storages: dict[int, int] = {}
 
     def hooks(self) -> AbstractContextManager[object]:
-        """Looks at what a forward saves."""
+        """Look at what a forward saves."""
         return saved_tensors_hooks(self._see, lambda tensor: tensor)
 
     @property
     def total(self) -> float:
-        """Their bytes."""
+        """Give the bytes of all."""
         return float(sum(self._storages.values()))
 
     def _see(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -344,18 +355,3 @@ def _floats(values: object) -> Iterator[torch.Tensor]:
 def _leaf(tensor: torch.Tensor) -> torch.Tensor:
     detached = tensor.detach()
     return detached.requires_grad_() if tensor.is_floating_point() else detached
-
-
-def _kind(block: Block) -> str:
-    """Equal for blocks that cost the same: same modules, same shapes, same plain settings."""
-    modules = [
-        (
-            name,
-            type(module),
-            sorted((key, value) for key, value in vars(module).items() if isinstance(value, (str, bool))),
-        )
-        for part in block
-        for name, module in part.named_modules()
-    ]
-    shapes = [(name, tuple(p.shape), p.requires_grad) for part in block for name, p in part.named_parameters()]
-    return repr((modules, shapes))

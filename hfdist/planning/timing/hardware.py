@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
+from typing import NamedTuple
 
 import psutil
 import torch
@@ -54,36 +55,52 @@ def find_hardware(name: str | None = None, *, processes: int = 1, own: Path | No
     return read_hardware(name, own)
 
 
+class _Speeds(NamedTuple):
+    """Speeds of one rank of this machine, while as many others compute."""
+
+    fp32_flops: float
+    """Operations a second of matrix products."""
+    bf16_flops: float
+    moved_bytes: float
+    """Bytes a second that are read and written."""
+    operation_seconds: float
+    """Seconds of an operation on a few numbers."""
+    sent_bytes: float
+    """Bytes a second to another rank."""
+    message_seconds: float
+    """Seconds of a message of a few numbers."""
+
+
 def measure_cpu(processes: int = 1) -> Hardware:
     """Measure the speed of each of `processes` processes of one thread that run on this machine at the same time."""
     num_ranks = min(processes, _MOST_RANKS)
     of_ranks = run_ranks(_measure, num_ranks, timeout_seconds=60)
-    fp32, bf16, memory, kernel, link, latency = (median(values) for values in zip(*of_ranks, strict=True))
+    speeds = _Speeds(*(median(values) for values in zip(*of_ranks, strict=True)))
     num_cores = usable_cores()
     # Ranks were measured by their own CPU seconds, and links by the clock.
     share = min(1.0, num_cores / processes)
     of_links = min(1.0, max(num_ranks, num_cores) / processes)
+    half = speeds.bf16_flops * share / 1e12
+    link_gb_per_second, link_latency_us = speeds.sent_bytes * of_links / 1e9, speeds.message_seconds / of_links * 1e6
     return Hardware(
         name=CPU,
         memory_gib=psutil.virtual_memory().total / _GIB / processes,
-        tflops=Tflops(fp32=fp32 * share / 1e12, bf16=bf16 * share / 1e12, fp16=bf16 * share / 1e12),
-        memory_gb_per_second=memory * share / 1e9,
-        link_gb_per_second=link * of_links / 1e9,
-        link_latency_us=latency / of_links * 1e6,
+        tflops=Tflops(fp32=speeds.fp32_flops * share / 1e12, bf16=half, fp16=half),
+        memory_gb_per_second=speeds.moved_bytes * share / 1e9,
+        link_gb_per_second=link_gb_per_second,
+        link_latency_us=link_latency_us,
         # The network is not measured.
-        network_gb_per_second=link * of_links / 1e9,
-        network_latency_us=latency / of_links * 1e6,
-        kernel_us=kernel / share * 1e6,
+        network_gb_per_second=link_gb_per_second,
+        network_latency_us=link_latency_us,
+        kernel_us=speeds.operation_seconds / share * 1e6,
         devices_per_machine=processes,
         watts=WATTS_PER_CORE * num_cores / processes,
         core_share=share,
     )
 
 
-def _measure() -> tuple[float, float, float, float, float, float]:
-    """Measure on each rank: operations a second in float32 and bfloat16, bytes a second, seconds of a small operation,
-    bytes a second to another rank, and seconds of a small message.
-    """
+def _measure() -> _Speeds:
+    """Measure on each rank."""
     fp32, bf16 = (_operations_per_second(kind) for kind in (torch.float32, torch.bfloat16))
     numbers = torch.ones(_COPIED_BYTES // 4)
     bandwidth = 2 * _COPIED_BYTES / _seconds(lambda: torch.neg(numbers, out=numbers))
@@ -98,14 +115,15 @@ def _measure() -> tuple[float, float, float, float, float, float]:
     # Forward and backward of each.
     kernel = _seconds(chain) / (2 * _NUM_SMALL)
     if dist.get_world_size() == 1:
-        return fp32, bf16, bandwidth, kernel, bandwidth, kernel
+        return _Speeds(fp32, bf16, bandwidth, kernel, sent_bytes=bandwidth, message_seconds=kernel)
     few, many = torch.ones(16), torch.ones(_SENT_BYTES // 4)
     share = (dist.get_world_size() - 1) / dist.get_world_size()
     # The same number of rounds on all ranks.
     latency = _seconds(lambda: dist.all_reduce(few), num_rounds=30)
     link = 2 * share * _SENT_BYTES / _seconds(lambda: dist.all_reduce(many), num_rounds=8)
     # The ring of gloo passes on so many messages, one after the other.
-    return fp32, bf16, bandwidth, kernel, link, latency / (2 * (dist.get_world_size() - 1))
+    num_messages = 2 * (dist.get_world_size() - 1)
+    return _Speeds(fp32, bf16, bandwidth, kernel, sent_bytes=link, message_seconds=latency / num_messages)
 
 
 def _operations_per_second(kind: torch.dtype) -> float:

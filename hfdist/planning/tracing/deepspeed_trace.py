@@ -39,7 +39,8 @@ from hfdist.planning.tracing.fake_teacher import Teaching
 from hfdist.planning.tracing.trace import BUFFERS, GRADIENTS, OPTIMIZER, WEIGHTS, Trace
 from hfdist.strategies.deepspeed.deepspeed_config import QUANTIZED
 from hfdist.strategies.deepspeed.flat_buffers import stepped_buffers
-from hfdist.strategies.deepspeed.zero import ZeroStrategy, start_deepspeed
+from hfdist.strategies.deepspeed.startup import start_deepspeed
+from hfdist.strategies.deepspeed.zero import ZeroStrategy
 from hfdist.strategies.engine import Engine
 from hfdist.strategies.gradients.reduction import local_tensor
 from hfdist.strategies.held import state_tensors

@@ -20,11 +20,10 @@ from hfdist.config.batch import BatchPlan
 from hfdist.config.run import RunConfig
 from hfdist.config.strategy import Schedule
 from hfdist.config.train import Precision
-from hfdist.errors import ConfigError
 from hfdist.models.blocks import find_block_parts
-from hfdist.pipeline.instructions import Operation, list_instructions
+from hfdist.pipeline.instructions import Operation, computations
 from hfdist.pipeline.planned import PlannedPipeline
-from hfdist.pipeline.schedule import check_microbatches, rank_of_stage, stages_per_rank
+from hfdist.pipeline.schedule import rank_of_stage, runs_microbatches, stages_per_rank
 from hfdist.pipeline.stage_io import CARRIES, Header, unpack
 from hfdist.pipeline.stage_module import StageModule
 from hfdist.pipeline.timeline import Action, Recorder
@@ -38,7 +37,9 @@ from hfdist.topology import Topology
 
 _OF_GPIPE = 3
 """Micro batches that are traced: what the second one keeps, those keep that are left out between it and the last."""
-_PHASES = {Action.forward: Phase.forward, **dict.fromkeys(list(Action)[1:4], Phase.backward)}
+_BACKWARDS = (Action.backward, Action.backward_input, Action.backward_weight)
+_PHASES = {Action.forward: Phase.forward, **dict.fromkeys(_BACKWARDS, Phase.backward)}
+"""Phases of the actions that compute."""
 
 
 def shorten(config: RunConfig, topology: Topology, batch: BatchPlan) -> BatchPlan:
@@ -59,19 +60,11 @@ def _fewest(schedule: Schedule, num_ranks: int, per_rank: int, num_microbatches:
         return min(num_microbatches, _OF_GPIPE)
     ranks = rank_of_stage(schedule, num_ranks, per_rank)
     held = most_held(schedule, ranks, num_microbatches)
-    for number in range(1, num_microbatches):
-        try:
-            check_microbatches(
-                schedule,
-                num_ranks=num_ranks,
-                stages_per_rank=per_rank,
-                num_microbatches=number,
-                micro_batch_size=1,
-                data_size=1,
-            )
-        except ConfigError:
-            continue
-        if most_held(schedule, ranks, number) == held:
+    # No stage holds more micro batches than there are.
+    fewest = max(max(moment) for of_rank in held for moment in of_rank)
+    for number in range(fewest, num_microbatches):
+        fits = runs_microbatches(schedule, num_ranks, per_rank, number)
+        if fits and most_held(schedule, ranks, number) == held:
             return number
     return num_microbatches
 
@@ -83,7 +76,7 @@ def most_held(schedule: Schedule, ranks: tuple[int, ...], num_microbatches: int)
     has gradients by then. Of several moments with as many micro batches, all are listed.
     """
     found = []
-    for own in list_instructions(schedule, ranks, num_microbatches):
+    for own in computations(schedule, ranks, num_microbatches):
         held: dict[int, int] = dict.fromkeys(sorted({one.stage for one in own}), 0)
         has_gradients = dict.fromkeys(held, 0)
         moments: dict[tuple[int, ...], int] = {}

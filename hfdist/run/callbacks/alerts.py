@@ -4,24 +4,24 @@ from __future__ import annotations
 
 import logging
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from functools import cached_property
-from typing import Any
 
-from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers import TrainerControl, TrainerState, TrainingArguments
 
 from hfdist.config.run import CheckpointConfig
 from hfdist.errors import HfdistError
 from hfdist.records import Event, RunRecorder
 from hfdist.records.lines import Line
+from hfdist.run.callbacks.line_reader import LineReader
 from hfdist.tools.alerts import Alert, Monitor
 from hfdist.tools.alerts.command import AlertCommand
 
 logger = logging.getLogger(__name__)
 
 
-class Alerts(TrainerCallback):
+class Alerts(LineReader):
     """Watches the lines of metrics and of ranks.
 
     Args:
@@ -56,19 +56,17 @@ class Alerts(TrainerCallback):
             hosts=record.hosts,
         )
 
-    def on_log(self, args: object, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def read_line(self, line: Mapping[str, float], state: TrainerState) -> None:
         """Judge a line of training, of a save or of an upload."""
-        logs: dict[str, float] = kwargs.get("logs") or {}
-        is_save = "checkpoint/step" in logs
-        if not is_save and "mirror/step" not in logs and "step_seconds" not in logs:
+        is_save = "checkpoint/step" in line
+        if not is_save and "mirror/step" not in line and "step_seconds" not in line:
             return
         free_bytes = None
         if is_save:
             with suppress(OSError):
                 free_bytes = shutil.disk_usage(self._recorder.run_dir).free
-        step = logs.get("checkpoint/step", logs.get("mirror/step", state.global_step))
-        line = {"step": step} | logs
-        self._tell(self._monitor.see_metrics(line, free_bytes))
+        step = line.get("checkpoint/step", line.get("mirror/step", state.global_step))
+        self._tell(self._monitor.see_metrics({"step": step, **line}, free_bytes))
         if self._has_ended and self._command is not None:
             # Of the last upload to the mirror.
             self._command.wait()

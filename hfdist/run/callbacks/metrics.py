@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from statistics import fmean
-from typing import Any
 
 from tqdm import tqdm
 from transformers import TrainerCallback, TrainerControl, TrainerState
@@ -14,9 +13,10 @@ from transformers import TrainerCallback, TrainerControl, TrainerState
 from hfdist.config.task import TaskName
 from hfdist.pipeline.timeline import Event, write_chrome_trace
 from hfdist.records import RunFolder, read_lines
+from hfdist.run.callbacks.line_reader import LineReader
 from hfdist.strategies.engine import Engine
 from hfdist.tools.report.drawing.schedule import busy_share
-from hfdist.tools.report.reading.run_files import Span
+from hfdist.tools.report.reading.timeline import Span
 from hfdist.trainer.step.step_lines import StepLines
 
 logger = logging.getLogger(__name__)
@@ -40,19 +40,18 @@ _SHOWN = (
 )
 
 
-class MetricsWriter(StepLines):
+class MetricsWriter(LineReader, StepLines):
     """Writes training lines (with `loss`), evaluations (`eval_loss`), and what begins with one of `_WRITTEN`."""
 
-    def on_log(self, args: object, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def read_line(self, line: Mapping[str, float], state: TrainerState) -> None:
         """Write a line.
 
         The line of a save or an upload is of the step that was saved, also where it has ended some steps later: a run
         that goes on from this step keeps it.
         """
-        logs: dict[str, float] = kwargs.get("logs") or {}
-        saved_step = logs.get("checkpoint/step", logs.get("mirror/step", state.global_step))
-        if any(key in ("loss", "eval_loss") or key.startswith(_WRITTEN) for key in logs):
-            self.write({"step": saved_step} | logs)
+        saved_step = line.get("checkpoint/step", line.get("mirror/step", state.global_step))
+        if any(key in ("loss", "eval_loss") or key.startswith(_WRITTEN) for key in line):
+            self.write({"step": saved_step, **line})
 
 
 class TimelineWriter(TrainerCallback):
@@ -93,7 +92,7 @@ def idle_share(events: Sequence[Event]) -> float:
     return 1 - fmean(busy_share([*spans]).values())
 
 
-class ProgressBar(TrainerCallback):
+class ProgressBar(LineReader):
     """A bar with loss, held-out loss, its perplexity and tokens/s; of preferences accuracy and margin, or rewards."""
 
     def __init__(self) -> None:
@@ -115,15 +114,14 @@ class ProgressBar(TrainerCallback):
         if self._bar is not None:
             self._bar.update(state.global_step - self._bar.n)
 
-    def on_log(self, args: object, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def read_line(self, line: Mapping[str, float], state: TrainerState) -> None:
         """Show the newest figures."""
-        logs: dict[str, float] = kwargs.get("logs") or {}
         if self._bar is None:
             return
         for key, label, form in _SHOWN:
-            if logs.get(key) is not None:
-                self._shown[label] = form.format(logs[key])
-        if "reward" in logs:
+            if line.get(key) is not None:
+                self._shown[label] = form.format(line[key])
+        if "reward" in line:
             # It is near 0 whatever the model can do.
             self._shown.pop("loss", None)
         self._bar.set_postfix(self._shown, refresh=False)

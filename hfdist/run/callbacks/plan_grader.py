@@ -21,8 +21,9 @@ from hfdist.errors import named_line
 from hfdist.planning.grade import Held, Measured, grade_to_json
 from hfdist.planning.plan import Plan
 from hfdist.planning.timing.calibration import TimedStep, write_step
-from hfdist.records import RankColumn, RunFolder, RunRecorder, read_lines
-from hfdist.records.lines import QUANTILES, STEPS, Line
+from hfdist.records import RunFolder, RunRecorder, read_lines
+from hfdist.records.lines import Line
+from hfdist.records.rank_lines import QUANTILES, STEPS, RankColumn
 from hfdist.strategies.engine import Engine
 
 logger = logging.getLogger(__name__)
@@ -65,8 +66,9 @@ class PlanGrader(TrainerCallback):
         """Write the plan on rank 0."""
         self._first_step = state.global_step
         if state.is_world_process_zero:
-            # Of an earlier start.
-            self._folder.grade.unlink(missing_ok=True)
+            with _warning(self._folder.grade.name):
+                # Of an earlier start.
+                self._folder.grade.unlink(missing_ok=True)
         if self._plan is not None:
             with _warning(self._folder.plan.name):
                 _write(self._folder.plan, self._plan.to_json())

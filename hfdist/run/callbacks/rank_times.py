@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from statistics import fmean
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from transformers import TrainerControl, TrainerState, TrainingArguments
@@ -14,6 +14,7 @@ from transformers import TrainerControl, TrainerState, TrainingArguments
 from hfdist.collectives import rank, world_size
 from hfdist.control_group import control_group
 from hfdist.records.lines import Line
+from hfdist.run.callbacks.line_reader import LineReader
 from hfdist.run.peak_memory import PeakMemory
 from hfdist.run.rank_summary import RankSummary, to_columns
 from hfdist.trainer.step.step_lines import StepLines
@@ -32,7 +33,7 @@ class _Gathering(NamedTuple):
     """Waits for the figures, and gives them by rank."""
 
 
-class RankTimes(StepLines):
+class RankTimes(LineReader, StepLines):
     """Writes on rank 0 what all ranks have measured; all ranks have this callback.
 
     Lines of long steps are gathered one by one, and those of short steps together. No rank waits for that: it ends
@@ -62,10 +63,9 @@ class RankTimes(StepLines):
         self._group, self._memory = control_group(), PeakMemory(args.device)
         self._summary = RankSummary(world_size())
 
-    def on_log(self, args: object, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def read_line(self, line: Mapping[str, float], state: TrainerState) -> None:
         """Note the figures of this rank after a training line of the Trainer, which all ranks have alike."""
-        logs: dict[str, float] = kwargs.get("logs") or {}
-        if "step_seconds" in logs:
+        if "step_seconds" in line:
             self._steps.append(state.global_step)
             figures = [*self._throughput.of_rank, self._memory.read()]
             self._figures.append([math.nan if value is None else value for value in figures])

@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import platform
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
-from transformers import TrainerCallback, TrainerControl, TrainerState
+from transformers import TrainerControl, TrainerState
 
 from hfdist.collectives import gather_json
 from hfdist.errors import printable
 from hfdist.records import Event, RunRecorder
 from hfdist.records.recorder import LONGEST_TEXT
+from hfdist.run.callbacks.line_reader import LineReader
 from hfdist.trainer.checkpointing.start import Start
 
 _LINES = {Event.save: "checkpoint/", Event.mirror: "mirror/"}
 """What the figures of a line begin with that is an event by itself."""
 
 
-class RecordWriter(TrainerCallback):
+class RecordWriter(LineReader):
     """Writes on rank 0, which has a recorder; all ranks have this callback.
 
     Args:
@@ -49,17 +50,16 @@ class RecordWriter(TrainerCallback):
         if self._recorder is not None:
             self._recorder.step_done(state.global_step)
 
-    def on_log(self, args: object, state: TrainerState, control: TrainerControl, **kwargs: Any) -> None:
+    def read_line(self, line: Mapping[str, float], state: TrainerState) -> None:
         """Note tokens; write what is an event."""
-        logs = kwargs.get("logs") or {}
         if self._recorder is None:
             return
-        self._recorder.record.tokens = logs.get("tokens", self._recorder.record.tokens)
-        if logs.get("skipped"):
+        self._recorder.record.tokens = int(line.get("tokens", self._recorder.record.tokens))
+        if line.get("skipped"):
             self._recorder.add(Event.skip, step=state.global_step)
         for event, prefix in _LINES.items():
-            if f"{prefix}step" in logs:
-                figures = {key.removeprefix(prefix): value for key, value in logs.items() if key.startswith(prefix)}
+            if f"{prefix}step" in line:
+                figures = {key.removeprefix(prefix): value for key, value in line.items() if key.startswith(prefix)}
                 self._recorder.add(event, **figures)
 
     def on_rollback(self, state: TrainerState) -> None:

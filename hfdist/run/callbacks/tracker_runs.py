@@ -64,7 +64,7 @@ class TensorBoardRun(TensorBoardCallback):
         self.tb_writer = self._SummaryWriter(log_dir=self.logging_dir, purge_step=first)
 
 
-class _GoesOn(_Callback):
+class _ContinuedRun(_Callback):
     """A tracker that takes nothing back: it is sent no figure of a step that is done again."""
 
     tracker: ClassVar[str]
@@ -106,7 +106,7 @@ class _GoesOn(_Callback):
         self._seen |= {key: step for key in logs if step > self._seen.get(key, -1)}
 
 
-class WandbRun(_GoesOn, WandbCallback):
+class WandbRun(_ContinuedRun, WandbCallback):
     """Weights & Biases."""
 
     tracker = "wandb"
@@ -137,7 +137,7 @@ class WandbRun(_GoesOn, WandbCallback):
         self._wandb.finish(exit_code=exit_code)
 
 
-class TrackioRun(_GoesOn, TrackioCallback):
+class TrackioRun(_ContinuedRun, TrackioCallback):
     """Trackio. Its runs have no name but the one that is shown, so that this one has an ending of its own."""
 
     tracker = "trackio"
@@ -157,7 +157,7 @@ class TrackioRun(_GoesOn, TrackioCallback):
             self._trackio.config.update(to_values(self._config))
 
 
-class MLflowRun(_GoesOn, MLflowCallback):
+class MLflowRun(_ContinuedRun, MLflowCallback):
     """MLflow, whose server or folder names a run itself."""
 
     tracker = "mlflow"

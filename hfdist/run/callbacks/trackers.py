@@ -18,7 +18,7 @@ from hfdist.run.callbacks.tracker_runs import MLflowRun, TensorBoardRun, Trackio
 
 logger = logging.getLogger(__name__)
 
-_GOING_ON: Mapping[str, Callable[[RunConfig], TrainerCallback]] = {
+_CONTINUED: Mapping[str, Callable[[RunConfig], TrainerCallback]] = {
     "tensorboard": TensorBoardRun,
     "wandb": WandbRun,
     "trackio": TrackioRun,
@@ -47,7 +47,7 @@ class Trackers(TrainerCallback):
         self._end: Callable[[], None] | None = None
         for name in config.report.to:
             with self._giving_up(name):
-                make = _GOING_ON.get(name)
+                make = _CONTINUED.get(name)
                 self._callbacks[name] = (
                     get_reporting_integration_callbacks([name])[0]() if make is None else make(config)
                 )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from statistics import fmean
 from typing import TypedDict
 
 from transformers import TrainerCallback, TrainerControl, TrainerState
@@ -103,7 +102,9 @@ def summarize(ranks: list[dict[str, _Sent]]) -> dict[str, _SentOfAll]:
     """Give for each axis what the rank that sends most along it sends, and the mean of all ranks."""
     found: dict[str, _SentOfAll] = {}
     for axis in sorted({axis for rank in ranks for axis in rank}):
-        sent = [sum(rank[axis]["kinds"].values()) if axis in rank else 0 for rank in ranks]
-        most = ranks[sent.index(max(sent))][axis]
-        found[axis] = {"sent_bytes": max(sent), "mean_bytes": round(fmean(sent)), **most}
+        senders = [rank[axis] for rank in ranks if axis in rank]
+        num_bytes = [sum(sender["kinds"].values()) for sender in senders]
+        most = max(num_bytes)
+        mean = round(sum(num_bytes) / len(ranks))
+        found[axis] = {"sent_bytes": most, "mean_bytes": mean, **senders[num_bytes.index(most)]}
     return dict(sorted(found.items(), key=lambda item: -item[1]["sent_bytes"]))

@@ -90,10 +90,10 @@ def _find(mirror: Mirror, run: RunState) -> list[str]:
         came = fetch_newer(mirror, names, checkpoints)
         if came is not None:
             check_resume(config)
-        own = list_checkpoints(checkpoints)
-        has_records = came is None and own and own[-1].name == before and config.run.folder.ledger.exists()
-        if own and own[-1].name in names and not has_records:
-            _bring_records(mirror, own[-1].name, run)
+        here = list_checkpoints(checkpoints)
+        has_records = came is None and here and here[-1].name == before and config.run.folder.ledger.exists()
+        if here and here[-1].name in names and not has_records:
+            _bring_records(mirror, here[-1].name, run)
         config.run.folder.awaited_records.unlink(missing_ok=True)
         if config.checkpoint.keep_best:
             fetch_best(mirror, names, checkpoints)
@@ -117,8 +117,8 @@ def _newest_before(names: Sequence[str], run: RunState) -> str:
     them to the next start.
     """
     folder = run.config.run.folder
-    own = list_checkpoints(folder.checkpoints)
-    newest = own[-1].name if own else ""
+    here = list_checkpoints(folder.checkpoints)
+    newest = here[-1].name if here else ""
     if folder.awaited_records.is_file():
         return folder.awaited_records.read_text(encoding="utf-8", errors="replace")
     if names and step_of(names[-1]) > step_of(newest):
@@ -140,10 +140,10 @@ def _bring_records(mirror: Mirror, name: str, run: RunState) -> None:
         came = RunFolder(unfinished)
         if run.recorder is not None:
             run.recorder.follow(came)
-        for own, other in zip(folder.step_lines, came.step_lines, strict=True):
-            set_aside(own)
-            if other.is_file():
-                os.replace(other, own)
+        for here, brought in zip(folder.step_lines, came.step_lines, strict=True):
+            set_aside(here)
+            if brought.is_file():
+                os.replace(brought, here)
         if came.ledger.is_dir():
             # Last: whether it is there says whether all is.
             if folder.ledger.exists():
@@ -177,18 +177,18 @@ def _wait(run: RunState, is_given_up: Callable[[], bool] = lambda: False) -> Non
     uploader, minutes = run.uploader, run.config.checkpoint.mirror_minutes
     if uploader is None:
         return
-    own = list_checkpoints(run.config.run.folder.checkpoints)
+    here = list_checkpoints(run.config.run.folder.checkpoints)
     line = time.monotonic()
     end, next_seconds, num_tries = line + 60 * minutes, 0.0, 0
     while True:
         is_done = uploader.wait(next_seconds)
-        has_all = not own or uploader.newest_step == step_of(own[-1].name)
+        has_all = not here or uploader.newest_step == step_of(here[-1].name)
         is_late = time.monotonic() >= end
         if (is_done and (has_all or num_tries == _MOST_TRIES)) or is_late or is_given_up():
             break
         if is_done:
             num_tries += 1
-            uploader.put(own[-1])
+            uploader.put(here[-1])
         if time.monotonic() >= line:
             sent = uploader.progress
             so_far = f": {size(sent.done_bytes)} of {size(sent.all_bytes)}" if sent.all_bytes else ""
@@ -196,7 +196,7 @@ def _wait(run: RunState, is_given_up: Callable[[], bool] = lambda: False) -> Non
             line += _LINE_SECONDS
         next_seconds = min(_LOOK_SECONDS, max(end - time.monotonic(), 0.0))
     run.trainer.checkpointer.log.add_uploads()
-    if own and uploader.newest_step != step_of(own[-1].name):
+    if here and uploader.newest_step != step_of(here[-1].name):
         there = "no checkpoint" if uploader.newest_step is None else f"step {uploader.newest_step:,} as its newest"
         why = "" if is_done or not is_late else f" after checkpoint.mirror_minutes={minutes:g}"
-        logger.warning("the mirror lacks %s%s, and has %s", own[-1], why, there)
+        logger.warning("the mirror lacks %s%s, and has %s", here[-1], why, there)

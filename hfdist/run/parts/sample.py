@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
-from transformers import AutoConfig, AutoModelForSeq2SeqLM, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+from hfdist.config.run import Chat
 from hfdist.config.task import Head
 from hfdist.data.documents.examples import Example, take_examples
 from hfdist.data.tokenization.pair_encoder import PairEncoder
 from hfdist.models.heads import head_class
 from hfdist.run.parts.part import Part, warning_of_failure
 from hfdist.run.state import RunState
+from hfdist.trainer.evaluation.generation import encode_prompts
 
 logger = logging.getLogger(__name__)
 
@@ -32,29 +34,50 @@ class SamplePart(Part):
             self._show(run)
 
     def _show(self, run: RunState) -> None:
-        report, folder, strategy = run.config.report, run.outcome.folder, run.trainer.strategy
-        tokenizer, ids, is_free = run.data.tokenizer, None, report.sample_prompt is not None
-        what = f"{folder} continues {report.sample_prompt!r}"
-        writes_targets = run.config.task.name.traits.head is Head.targets
-        if report.sample_prompt is not None:
-            pairs = PairEncoder(tokenizer, run.config.data.pairs)
-            ids = pairs.source(report.sample_prompt) if writes_targets else tokenizer(report.sample_prompt)["input_ids"]
-        elif (example := held_out_example(run)) is not None and not run.config.task.name.traits.is_reinforcement:
-            # Of a policy, rollouts.jsonl has answers.
-            ids = example.prompt
-            asked, answer = (str(tokenizer.decode(part, skip_special_tokens=True)) for part in (ids, example.reference))
-            asked = asked if len(asked) <= _SHOWN_CHARACTERS else f"...{asked[-_SHOWN_CHARACTERS:]}"
-            answer = answer if len(answer) <= _SHOWN_CHARACTERS else f"{answer[:_SHOWN_CHARACTERS]}..."
-            what = f"{folder} is asked {asked!r}; the data answer {answer!r}, it"
-        if ids is None:
+        question, folder, strategy = _find_question(run), run.outcome.folder, run.trainer.strategy
+        if question is None:
             return
         assert strategy is not None
+        tokenizer, report = run.data.tokenizer, run.config.report
+        head = run.config.task.name.traits.head
         with strategy.without_partitioning(run.trainer.args):
-            if writes_targets:
-                text = write_target(folder, tokenizer, ids, report.sample_tokens)
+            # As any user would open it; the folder of an adapter has no config of the model.
+            model = head_class(head, run.model.config).auto.from_pretrained(folder).eval()
+            if head is Head.targets:
+                text = write_target(model, tokenizer, question.prompt, report.sample_tokens)
             else:
-                text = sample(folder, tokenizer, ids, report.sample_tokens, is_free=is_free)
-        logger.info("%s:\n%s", what, text)
+                is_free = report.sample_prompt is not None
+                text = sample(model, tokenizer, question.prompt, report.sample_tokens, is_free=is_free)
+        logger.info("%s:\n%s", question.words, text)
+
+
+class _Question(NamedTuple):
+    """What the model is asked, as tokens and as words for the log."""
+
+    prompt: Sequence[int]
+    words: str
+
+
+def _find_question(run: RunState) -> _Question | None:
+    """Give the prompt of the config, or of the first held-out example; None: there is none."""
+    config, tokenizer, folder = run.config, run.data.tokenizer, run.outcome.folder
+    prompt, traits = config.report.sample_prompt, config.task.name.traits
+    if prompt is not None:
+        if traits.head is Head.targets:
+            ids = PairEncoder(tokenizer, config.data.pairs).source(prompt)
+        else:
+            [ids] = encode_prompts(tokenizer, [prompt], Chat.never, config.data.chat)
+        return _Question(ids, f"{folder} continues {prompt!r}")
+    example = held_out_example(run)
+    if example is None or traits.is_reinforcement:
+        # Of a policy, rollouts.jsonl has answers.
+        return None
+    asked, answer = (
+        str(tokenizer.decode(part, skip_special_tokens=True)) for part in (example.prompt, example.reference)
+    )
+    asked = asked if len(asked) <= _SHOWN_CHARACTERS else f"...{asked[-_SHOWN_CHARACTERS:]}"
+    answer = answer if len(answer) <= _SHOWN_CHARACTERS else f"{answer[:_SHOWN_CHARACTERS]}..."
+    return _Question(example.prompt, f"{folder} is asked {asked!r}; the data answer {answer!r}, it")
 
 
 def held_out_example(run: RunState) -> Example | None:
@@ -66,21 +89,18 @@ def held_out_example(run: RunState) -> Example | None:
 
 
 def sample(
-    folder: Path, tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int], num_tokens: int, *, is_free: bool
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int], num_tokens: int, *, is_free: bool
 ) -> str:
-    """Open the exported folder as any user would, and let the model continue `prompt`.
-
-    Gives what it has written: freely, by top-k sampling with a fixed seed, or greedily.
-    """
+    """Let a model, as it was opened, continue `prompt`: freely, by top-k sampling with a fixed seed, or greedily."""
     choice = {"do_sample": True, "top_k": 40, "temperature": 0.8} if is_free else {"do_sample": False}
-    model = head_class(Head.tokens, AutoConfig.from_pretrained(folder)).auto.from_pretrained(folder).eval()
+    generate: Any = model.generate
     positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     # The end of a prompt asks.
     room = max(positions - num_tokens, 1) if isinstance(positions, int) and positions > 0 else len(prompt)
     inputs = torch.tensor([list(prompt)[-room:]])
     with torch.random.fork_rng(), torch.no_grad():
         torch.manual_seed(0)
-        output = model.generate(
+        output = generate(
             input_ids=inputs,
             attention_mask=torch.ones_like(inputs),
             max_new_tokens=num_tokens,
@@ -91,9 +111,11 @@ def sample(
     return str(tokenizer.decode(output[0, inputs.shape[1] :], skip_special_tokens=True))
 
 
-def write_target(folder: Path, tokenizer: PreTrainedTokenizerBase, source: Sequence[int], num_tokens: int) -> str:
+def write_target(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, source: Sequence[int], num_tokens: int
+) -> str:
     """Let an encoder-decoder write the target of `source`, as its generation config has it."""
-    model = AutoModelForSeq2SeqLM.from_pretrained(folder).eval()
+    generate: Any = model.generate
     with torch.no_grad():
-        output = model.generate(input_ids=torch.tensor([list(source)]), max_new_tokens=num_tokens)
+        output = generate(input_ids=torch.tensor([list(source)]), max_new_tokens=num_tokens)
     return str(tokenizer.decode(output[0], skip_special_tokens=True))

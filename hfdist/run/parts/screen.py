@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from transformers import default_data_collator
@@ -16,7 +16,7 @@ from hfdist.config.task import TaskName
 from hfdist.data import are_chats, count_trained, describe_losses
 from hfdist.data.stream.ledger import read_records
 from hfdist.run.end_screen import describe_end
-from hfdist.run.ending import Ending
+from hfdist.run.ending import Ending, Graded
 from hfdist.run.parts.part import Part, warning_of_failure
 from hfdist.run.parts.sample import held_out_example
 from hfdist.run.state import RunState
@@ -35,44 +35,39 @@ class ScreenPart(Part):
 
 def _sum_up(run: RunState) -> Ending:
     """Find on rank 0 what the screen says."""
-    config, data, trainer, found = run.config, run.data, run.trainer, run.outcome
-    assert trainer.strategy is not None
+    config, data, trainer, outcome = run.config, run.data, run.trainer, run.outcome
     assert trainer.engine is not None
-    model: Any = trainer.engine.model
-    size = trainer.engine.size
-    example = None
+    example, left_out, num_documents, graded = None, None, None, {}
     with warning_of_failure("prompt of the held-out data"):
         example = held_out_example(run)
-    left_out, num_trained, graded = None, None, {}
     with warning_of_failure("report of the documents that were read"):
-        ledger = config.run.folder.ledger
-        lanes = [read_records(ledger, lane) for lane in range(config.data.lanes)]
-        left_out, num_trained = describe_losses(lanes, config.data), count_trained(lanes)
+        lanes = [read_records(config.run.folder.ledger, lane) for lane in range(config.data.lanes)]
+        left_out, num_documents = describe_losses(lanes, config.data), count_trained(lanes)
     with warning_of_failure("comparison with the plan"):
         graded = _read_grade(config.run.folder.grade) if config.report.plan else {}
-    return Ending(
+    ending = Ending(
         config=config,
         record=run.usage.totals(),
-        layout=trainer.strategy.topology.describe(),
-        model_type=model.config.model_type,
-        num_parameters=size.num_parameters,
-        num_trained=size.num_trained,
-        folder=found.folder,
-        loss=found.loss,
-        step=found.step,
+        layout=run.topology.describe(),
+        model_type=run.model.config.model_type,
+        num_parameters=trainer.engine.size.num_parameters,
+        num_trained=trainer.engine.size.num_trained,
+        folder=outcome.folder,
+        loss=outcome.loss,
+        step=outcome.step,
         stopped_by=run.budget.stopped_by,
-        pools=found.pools,
-        peak_bytes=found.peak_bytes,
+        pools=outcome.pools,
+        peak_bytes=outcome.peak_bytes,
         loss_before=_loss_before(trainer.state.log_history),
         without_context=_find_baseline(run),
         adapter_folder=config.run.folder.adapter if config.adapter.is_used else None,
-        **_find_figures(run),
         left_out=left_out,
-        num_documents=num_trained,
+        num_documents=num_documents,
         graded=graded,
         is_chat=bool(getattr(data.tokenizer, "chat_template", None)) and bool(are_chats(data.corpus)),
         sample_prompt=None if example is None else _text_of(run, example.prompt),
     )
+    return _with_rewards(_with_figures(ending, run), trainer.state.log_history)
 
 
 def _text_of(run: RunState, ids: list[int]) -> str:
@@ -96,43 +91,57 @@ def _loss_before(log_history: Sequence[Mapping[str, float]]) -> float | None:
     )
 
 
-def _find_figures(run: RunState) -> dict[str, Any]:
-    """Give what the task measures beside the loss."""
-    # Of pairs, of a reward model, and of embeddings.
-    figures = {
-        "accuracy": ("eval_rewards/accuracies", "eval_accuracies"),
-        "recall": ("eval_recall_at_1",),
-        "reciprocal_rank": ("eval_mrr",),
-        "margin": ("eval_rewards/margins", "eval_margins"),
-    }
-    history, held_out, objective = run.trainer.state.log_history, run.data.held_out, run.objective
-    of_step = [entry for entry in reversed(history) if entry["step"] == run.outcome.step]
-    found: dict[str, Any] = {
-        name: next((float(entry[key]) for entry in of_step for key in keys if key in entry), None)
-        for name, keys in figures.items()
-    }
-    for name in ("cut_off", "failed_episodes"):
-        found[name] = next((entry[name] for entry in reversed(history) if name in entry), None)
-    rewards = [float(entry["reward"]) for entry in history if "reward" in entry]
-    found["rewards"] = (rewards[0], rewards[-1]) if rewards else None
-    last = next((entry for entry in reversed(history) if "reward" in entry), {})
-    names = [name for name in last if name.startswith("rewards/")]
-    found["each_reward"] = {name.partition("/")[2]: float(last[name]) for name in names} if len(names) > 1 else {}
-    # A penalty for leaving the reference teaches, too.
-    teaches = run.config.task.beta or any(entry.get("reward_std") for entry in history)
-    found["learns_nothing"] = bool(rewards) and not teaches
-    if objective is not None and held_out is not None and found["accuracy"] is not None:
+def _with_figures(ending: Ending, run: RunState) -> Ending:
+    """Add what the evaluation of the exported weights has measured of pairs, of a reward model or of embeddings."""
+    entries = [entry for entry in reversed(run.trainer.state.log_history) if entry["step"] == ending.step]
+
+    def find(*keys: str) -> float | None:
+        return next((float(entry[key]) for entry in entries for key in keys if key in entry), None)
+
+    accuracy, num_held_out = find("eval_rewards/accuracies", "eval_accuracies"), None
+    objective, held_out = run.objective, run.data.held_out
+    if objective is not None and held_out is not None and accuracy is not None:
         items = (default_data_collator([held_out[k]]) for k in range(len(held_out)))
-        found["num_held_out"] = sum(int(objective.count(item)) for item in items)
-    return found
+        num_held_out = sum(int(objective.count(item)) for item in items)
+    return replace(
+        ending,
+        accuracy=accuracy,
+        num_held_out=num_held_out,
+        recall=find("eval_recall_at_1"),
+        reciprocal_rank=find("eval_mrr"),
+        margin=find("eval_rewards/margins", "eval_margins"),
+    )
 
 
-def _read_grade(path: Path) -> dict[str, tuple[float, float]]:
+def _with_rewards(ending: Ending, log_history: Sequence[Mapping[str, float]]) -> Ending:
+    """Add what the answers have earned, if they were rewarded."""
+    lines = [entry for entry in log_history if "reward" in entry]
+    if not lines:
+        return ending
+    first, last, prefix = lines[0], lines[-1], "rewards/"
+    each = {name.removeprefix(prefix): float(value) for name, value in last.items() if name.startswith(prefix)}
+
+    def newest(key: str) -> float | None:
+        return next((entry[key] for entry in reversed(log_history) if key in entry), None)
+
+    # A penalty for leaving the reference teaches, too.
+    teaches = ending.config.task.beta or any(entry.get("reward_std") for entry in log_history)
+    return replace(
+        ending,
+        rewards=(float(first["reward"]), float(last["reward"])),
+        each_reward=each if len(each) > 1 else {},
+        learns_nothing=not teaches,
+        cut_off=newest("cut_off"),
+        failed_episodes=newest("failed_episodes"),
+    )
+
+
+def _read_grade(path: Path) -> dict[str, Graded]:
     """Give what was planned and measured, by name; {}: this start has written no grade."""
     if not path.is_file():
         return {}
     items = json.loads(path.read_text(encoding="utf-8"))["items"]
-    return {item["name"]: (item["predicted"], item["measured"]) for item in items}
+    return {item["name"]: Graded(item["predicted"], item["measured"]) for item in items}
 
 
 def unigram_loss(sequences: Iterable[torch.Tensor]) -> float:

@@ -8,16 +8,23 @@ from threading import Event
 
 from transformers import TrainerCallback, TrainerControl, TrainerState
 
+from hfdist.config.run import RunConfig
 from hfdist.run.callbacks.record_writer import RecordWriter
-from hfdist.run.optimizer_changes import OptimizerChanges
+from hfdist.run.optimizer_changes import OptimizerChanges, check_changes
 from hfdist.run.parts.part import Joins, Part
 from hfdist.run.state import RunState
+from hfdist.topology import Topology
 from hfdist.trainer.fault_tolerance.rank_flags import Preemption
 from hfdist.watch.callback import Watch
 
 
 class OptimizerChangesPart(Part):
     """Changes rates after some steps, as `optimizer.changes` says."""
+
+    def check(self, config: RunConfig, topology: Topology) -> None:
+        """Check that the optimizer has the values that change."""
+        if config.optimizer.changes:
+            check_changes(config.optimizer)
 
     def callbacks(self, run: RunState) -> Sequence[TrainerCallback]:
         """Change them, if there are changes."""

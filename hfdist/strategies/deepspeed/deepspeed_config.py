@@ -58,7 +58,7 @@ def generate(strategy: StrategyConfig, train: TrainConfig, batch: BatchPlan, dev
     extra = own_keys(strategy.deepspeed, generated)
     _check_extra_keys(extra, generated)
     _check_device(extra, device_type)
-    return _merge(generated, extra)
+    return _merge(generated, _with_aliases(extra))
 
 
 def _generated(strategy: StrategyConfig, train: TrainConfig, batch: BatchPlan, device_type: str) -> dict[str, object]:
@@ -177,6 +177,16 @@ def _check_section(key: str, value: object, schema: type[BaseModel]) -> None:
         raise ConfigError(first["msg"], where=f"{PLACE}.{key}.{place}".rstrip("."), found=first.get("input")) from error
 
 
+def _with_aliases(extra: Mapping[str, object]) -> dict[str, object]:
+    """Name fields as the generated config does: DeepSpeed takes a field by its alias or its name, but not by both."""
+    sections, named = _sections() if extra else {}, dict(extra)
+    for key, values in extra.items():
+        if key in sections and isinstance(values, dict):
+            alias = {name: field.alias or name for name, field in sections[key].model_fields.items()}
+            named[key] = {alias.get(name, name): value for name, value in values.items()}
+    return named
+
+
 def _check_names(values: Mapping[str, object], schema: type[BaseModel], prefix: str) -> None:
     fields = dict(schema.model_fields)
     fields |= {field.alias: field for field in schema.model_fields.values() if field.alias}
@@ -201,8 +211,9 @@ def _check_scalar(key: str, value: object, kind: type) -> None:
         raise ConfigError("a value of another type", where=f"{PLACE}.{key}", found=value, allowed=kind.__name__)
 
 
-def _unknown(key: str, value: object, known: list[str], prefix: str) -> ConfigError:
-    near = difflib.get_close_matches(key, known, n=1, cutoff=0.5)
+def _unknown(key: object, value: object, known: list[str], prefix: str) -> ConfigError:
+    # YAML and Python have numbers as keys, too.
+    near = difflib.get_close_matches(str(key), known, n=1, cutoff=0.5)
     return ConfigError(
         "DeepSpeed has no such key" if prefix else "this key does not go to DeepSpeed",
         where=f"{PLACE}.{prefix}{key}",

@@ -41,9 +41,9 @@ def find_expert_modules(model: nn.Module) -> list[str]:
     """Name the modules that call experts which are modules: the collection, or its owner where it has no forward."""
     found = []
     for name, module in model.named_modules():
-        owner, _, own = name.rpartition(".")
+        owner, _, last = name.rpartition(".")
         is_collection = isinstance(module, (nn.ModuleList, nn.ModuleDict)) and len(module) > 1
-        if is_collection and own == "experts":
+        if is_collection and last == "experts":
             found.append(owner if type(module).forward is nn.Module.forward else name)
     return found
 
@@ -65,9 +65,14 @@ def let_gradients_reach(model: nn.Module) -> None:
 def _with_gradients(
     module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    named = dict(zip(range(len(args)), args, strict=True)) | kwargs
-    first, states = next(iter(named.items()))
-    if torch.is_grad_enabled() and not states.requires_grad:
-        # No leaf of autograd: some blocks change it in place.
-        named[first] = states.detach().requires_grad_().clone()
-    return tuple(named[place] for place in range(len(args))), {name: named[name] for name in kwargs}
+    if args:
+        return (_requiring_gradient(args[0]), *args[1:]), kwargs
+    first = next(iter(kwargs))
+    return args, kwargs | {first: _requiring_gradient(kwargs[first])}
+
+
+def _requiring_gradient(states: torch.Tensor) -> torch.Tensor:
+    if not torch.is_grad_enabled() or states.requires_grad:
+        return states
+    # No leaf of autograd: some blocks change it in place.
+    return states.detach().requires_grad_().clone()

@@ -15,7 +15,7 @@ from hfdist.models.partitioning import whole_shape
 from hfdist.models.probing import kind_of_name, unused_parameters
 from hfdist.optim.probe import groups_of_wholes
 from hfdist.strategies.deepspeed.flat_buffers import FlatBuffer, Run, list_flat_buffers
-from hfdist.strategies.whole import Place, Places, ShardedParameter, WholeSteps
+from hfdist.strategies.whole import Region, Regions, ShardedParameter, WholeSteps
 
 if TYPE_CHECKING:
     from hfdist.strategies.deepspeed.flat_buffers import ZeroOptimizer
@@ -45,14 +45,15 @@ def hook_steps(model: nn.Module, whole: PreTrainedModel, zero: ZeroOptimizer) ->
 def _step_wholes(model: nn.Module, zero: ZeroOptimizer) -> WholeSteps | None:
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     of_wholes = set(map(id, groups_of_wholes(zero.optimizer, zero.optimizer.param_groups)))
-    places: dict[ShardedParameter, Places] = {}
+    regions: dict[ShardedParameter, Regions] = {}
     for flat in list_flat_buffers(zero):
         # Once: experts that are modules are thousands of parameters.
         runs = {id(run.parameter): run for run in flat.runs}
         for parameter in flat.parameters if id(flat.options) in of_wholes else ():
-            one = _sharded(flat, parameter, runs.get(id(parameter)), names[id(parameter)])
-            places[one] = [[Place(*span)] * (span[0] < span[1]) for span in flat.spans(parameter)]
-    return WholeSteps(zero.optimizer, places) if places else None
+            shard = _sharded(flat, parameter, runs.get(id(parameter)), names[id(parameter)])
+            spans = flat.spans(parameter)
+            regions[shard] = [[Region(start, stop)] if start < stop else [] for start, stop in spans]
+    return WholeSteps(zero.optimizer, regions) if regions else None
 
 
 def _sharded(flat: FlatBuffer, parameter: nn.Parameter, run: Run | None, name: str) -> ShardedParameter:
@@ -83,7 +84,9 @@ class _Unused:
 
     def __init__(self, model: PreTrainedModel, zero: ZeroOptimizer) -> None:
         self._suspects: list[tuple[FlatBuffer, list[nn.Parameter]]] = []
+        """Flat buffers, and the parameters in each that a step may not use."""
         self._kept: list[tuple[torch.Tensor, torch.Tensor]] = []
+        """Unused parts of the flat buffers that are stepped, and their values before the step."""
         kinds = unused_parameters(model) or frozenset()
         names = {id(parameter): name for name, parameter in model.named_parameters()}
         for flat in list_flat_buffers(zero) if kinds else ():
@@ -93,17 +96,18 @@ class _Unused:
 
     def keep(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         """Keep what is unused of the flat buffers that are stepped now. A collective where there may be any."""
-        now = {id(held) for group in optimizer.param_groups for held in group["params"] if held.grad is not None}
+        held = [tensor for group in optimizer.param_groups for tensor in group["params"]]
+        stepped_ids = {id(tensor) for tensor in held if tensor.grad is not None}
         for flat, suspected in self._suspects:
-            stepped, group = flat.stepped, flat.group
+            stepped = flat.stepped
             # Offloaded, those that are not stepped now have gradients, too.
-            if id(stepped) not in now:
+            if id(stepped) not in stepped_ids:
                 continue
             assert stepped.grad is not None
             parts = {id(run.parameter): slice(run.offset, run.offset + run.weight.numel()) for run in flat.runs}
             counts = [stepped.grad[parts.get(id(p), slice(0))].count_nonzero() for p in suspected]
-            used = torch.stack(counts).to(device_of(group))
-            dist.all_reduce(used, group=group)
+            used = torch.stack(counts).to(device_of(flat.group))
+            dist.all_reduce(used, group=flat.group)
             for parameter, count in zip(suspected, used.tolist(), strict=True):
                 if not count and id(parameter) in parts:
                     part = stepped.data[parts[id(parameter)]]

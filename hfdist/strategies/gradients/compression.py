@@ -43,7 +43,9 @@ class GradientCompressor:
         device = next(iter(trained.values())).device
         self._steps = torch.zeros(1, dtype=torch.int64)
         self.residuals: dict[str, torch.Tensor] = {}
-        """What was left out of each parameter's gradient so far, by name: float32, in the shape of the parameter."""
+        """What was left out of each gradient so far, before loss scaling, by the parameter's name: float32."""
+        self.scaler: torch.amp.GradScaler | None = None
+        """Scales the gradients that travel by a number that changes between steps; None: they are not scaled."""
         self._factors: dict[str, torch.Tensor] = {}
         """Factors of PowerSGD by the parameter's name, of shape [columns, rank]; the same on all ranks."""
         if config.defers_gradients:
@@ -89,6 +91,10 @@ class GradientCompressor:
         self._steps += ends_step
         return is_early
 
+    @property
+    def _loss_scale(self) -> float:
+        return 1.0 if self.scaler is None else self.scaler.get_scale()
+
     def mean(self, tensor: torch.Tensor) -> torch.Tensor:
         """Average over all ranks, in place."""
         dist.all_reduce(tensor)
@@ -98,8 +104,12 @@ class GradientCompressor:
         """Put the average of two narrow matrices, multiplied, in the place of each gradient that is a matrix."""
         names = [self._names[parameter] for parameter in bucket.parameters()]
         gradients = dict(zip(names, bucket.gradients(), strict=True))
-        totals = {name: (gradients[name] + self.residuals[name]).view(-1, len(self._factors[name]))
-                  for name in names if name in self._factors}  # fmt: skip
+        scale = self._loss_scale
+        totals = {
+            name: gradients[name].add(self.residuals[name], alpha=scale).view(-1, len(self._factors[name]))
+            for name in names
+            if name in self._factors
+        }
         wholes = [gradients[name] for name in names if name not in totals]
         lefts = [total @ self._factors[name] for name, total in totals.items()]
         *lefts, means = _unpack(self.mean(_pack([*lefts, *wholes])), [*lefts, _pack(wholes)])
@@ -116,35 +126,34 @@ class GradientCompressor:
             # The same on all ranks, which leave the step out. What they keep would never be finite again.
             is_finite = torch.isfinite(near).all()
             residual = self.residuals[name]
-            residual.copy_(torch.where(is_finite, (total - near).view_as(residual), residual))
+            residual.copy_(torch.where(is_finite, (total - near).view_as(residual) / scale, residual))
             self._factors[name].copy_(torch.where(is_finite, right, self._factors[name]))
 
     def send_largest(self, bucket: dist.GradBucket) -> None:  # type: ignore[name-defined]  # as above
         """Put the average of the largest entries of each rank in the place of the gradients."""
-        buffer, place = bucket.buffer(), 0
-        totals, every_place = [], []
-        for parameter in bucket.parameters():
-            residual = self.residuals[self._names[parameter]].view(-1)
-            total = buffer[place : place + residual.numel()] + residual
+        buffer, offset, scale = bucket.buffer(), 0, self._loss_scale
+        residuals = [self.residuals[self._names[parameter]] for parameter in bucket.parameters()]
+        totals, of_parameters = [], []
+        for residual in residuals:
+            total = buffer[offset : offset + residual.numel()].add(residual.view(-1), alpha=scale)
             count = max(1, int(self._config.compression_share * total.numel()))
-            every_place.append(total.abs().topk(count, sorted=False).indices + place)
+            of_parameters.append(total.abs().topk(count, sorted=False).indices + offset)
             totals.append(total)
-            place += total.numel()
-        total, places = torch.cat(totals), torch.cat(every_place)
-        values = total[places]
+            offset += total.numel()
+        total, indices = torch.cat(totals), torch.cat(of_parameters)
+        values = total[indices]
         of_ranks = values.new_empty(self._num_ranks * len(values))
-        places_of_ranks = torch.empty(len(of_ranks), dtype=torch.int32, device=values.device)
+        indices_of_ranks = torch.empty(len(of_ranks), dtype=torch.int32, device=values.device)
         # Into views: the call with one tensor has another name before torch 2.13.
         dist.all_gather(list(of_ranks.chunk(self._num_ranks)), values)
-        dist.all_gather(list(places_of_ranks.chunk(self._num_ranks)), places.int())
+        dist.all_gather(list(indices_of_ranks.chunk(self._num_ranks)), indices.int())
         # In order of rank: the sum is the same on all of them.
-        summed = torch.zeros_like(total).index_add_(0, places_of_ranks.long(), of_ranks.div_(self._num_ranks))
+        summed = torch.zeros_like(total).index_add_(0, indices_of_ranks.long(), of_ranks.div_(self._num_ranks))
         buffer.copy_(summed)
-        is_finite, left = torch.isfinite(summed).all(), total.index_fill_(0, places, 0)
-        for parameter, own in zip(bucket.parameters(), left.split([len(one) for one in totals]), strict=True):
-            residual = self.residuals[self._names[parameter]]
+        is_finite, left = torch.isfinite(summed).all(), total.index_fill_(0, indices, 0) / scale
+        for residual, kept in zip(residuals, left.split([residual.numel() for residual in residuals]), strict=True):
             # As of `send_factors`.
-            residual.copy_(torch.where(is_finite, own.view_as(residual), residual))
+            residual.copy_(torch.where(is_finite, kept.view_as(residual), residual))
 
 
 def _matrix_shape(parameter: torch.Tensor) -> tuple[int, int]:

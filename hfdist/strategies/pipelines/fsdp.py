@@ -8,22 +8,23 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from hfdist.config.batch import BatchPlan
+from hfdist.config.strategy import StrategyConfig
+from hfdist.config.train import TrainConfig
 from hfdist.pipeline.pipeline import Pipeline
-from hfdist.pipeline.split import SplitModel
 from hfdist.strategies.base import check_no_scalars
 from hfdist.strategies.engine import Batch, TrainerHooks
 from hfdist.strategies.fsdp import ShardedEngine
 from hfdist.strategies.fsdp_units import shard_by_blocks
-from hfdist.strategies.parts import ModelParts
 from hfdist.strategies.pipelines.pipeline import PipelineEngine, PipelineStrategy
 from hfdist.strategies.step_memory import RankSizes, ShardFractions
 from hfdist.strategies.traffic import Axes, Sent
+from hfdist.topology import Topology
 
 
 class _Step(nn.Module):
@@ -40,20 +41,10 @@ class _Step(nn.Module):
 class PipelineFsdpEngine(ShardedEngine, PipelineEngine):
     """The stages compute with gathered parameters, the optimizer and checkpoints see shards."""
 
-    def __init__(
-        self,
-        strategy: PipelineStrategy,
-        split: SplitModel,
-        *found: Any,
-        mesh: DeviceMesh,
-        parts: ModelParts | None,
-        **axes: Any,
-    ) -> None:
-        super().__init__(strategy, split, *found, mesh=mesh, parts=parts, **axes)
-        step = _Step(split.model)
-        unused = shard_by_blocks(split.model, step, mesh, strategy.config, parts)
-        self._step = step
-        self._use(step, mesh, strategy.config.frees_after_forward, unused)
+    def _shard_stages(self, mesh: DeviceMesh) -> None:
+        self._step, config = _Step(self.model), self._strategy.config
+        unused = shard_by_blocks(self.model, self._step, mesh, config, self._parts)
+        self._use(self._step, mesh, config.frees_after_forward, unused)
 
     def _make_pipeline(self) -> Pipeline:
         self._begin_step()
@@ -65,7 +56,7 @@ class PipelineFsdpEngine(ShardedEngine, PipelineEngine):
 
     def forward_backward(self, batch: Batch, num_items: torch.Tensor | None, hooks: TrainerHooks) -> torch.Tensor:
         """Run the schedule over gathered parameters; gradients are whole until its end."""
-        self._is_last_backward(False)
+        self._reduce_after_backward(False)
         self._end = self._begin_step()
         return super().forward_backward(batch, num_items, hooks)
 
@@ -78,6 +69,7 @@ class PipelineFsdpEngine(ShardedEngine, PipelineEngine):
         self._reshard()
 
     def _begin_step(self) -> torch.Tensor:
+        """Begin to gather all units; the backward of what it gives ends the step."""
         end: torch.Tensor = self._step(torch.zeros((), device=self._device, requires_grad=True))
         for unit in self._units:
             # Its first forward waits for it.
@@ -88,13 +80,14 @@ class PipelineFsdpEngine(ShardedEngine, PipelineEngine):
         for unit in self._units:
             unit.unshard()
 
-    def _is_last_backward(self, is_last: bool) -> None:
-        self._root.set_is_last_backward(is_last)
-        self._root.set_requires_gradient_sync(is_last)
-        self._root.set_reshard_after_backward(is_last)
+    def _reduce_after_backward(self, reduces: bool) -> None:
+        """Say whether FSDP reduces gradients and frees what is gathered after the backwards that follow."""
+        self._root.set_is_last_backward(reduces)
+        self._root.set_requires_gradient_sync(reduces)
+        self._root.set_reshard_after_backward(reduces)
 
     def _reduce_gradients(self) -> None:
-        self._is_last_backward(True)
+        self._reduce_after_backward(True)
         # After a backward FSDP reduces all gradients that are left.
         self._end.backward()
         self._sum_shared()
@@ -107,9 +100,9 @@ class PipelineFsdpStrategy(PipelineStrategy):
     engine_class = PipelineFsdpEngine
     counts_all_experts = True
 
-    def __init__(self, *arguments: Any) -> None:
-        super().__init__(*arguments)
-        share = 1.0 / (self.topology.shard * self.topology.context)
+    def __init__(self, topology: Topology, batch: BatchPlan, strategy: StrategyConfig, train: TrainConfig) -> None:
+        super().__init__(topology, batch, strategy, train)
+        share = 1.0 / (topology.shard * topology.context)
         self.fractions = ShardFractions(weights=share, gradients=share, optimizer=share)
 
     def partition(self, model: nn.Module) -> None:

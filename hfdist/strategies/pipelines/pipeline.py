@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from functools import cached_property
@@ -26,9 +26,10 @@ from hfdist.models.blocks import find_block_parts
 from hfdist.models.embeddings import input_embeddings
 from hfdist.models.flops import ModelSize, measure_size
 from hfdist.optim.probe import Reach
-from hfdist.pipeline.block_times import kind_of_block, time_blocks_of_run
+from hfdist.pipeline.block_times import time_blocks_of_run
+from hfdist.pipeline.channel import P2PChannel
 from hfdist.pipeline.choose_schedule import choose_schedule
-from hfdist.pipeline.costs import costs_by_parameters
+from hfdist.pipeline.costs import costs_by_parameters, kind_of_block
 from hfdist.pipeline.generation_check import find_generation_problem
 from hfdist.pipeline.infer_stage_io import StageIO, infer_stage_io
 from hfdist.pipeline.microbatches import split_batch
@@ -37,7 +38,7 @@ from hfdist.pipeline.pipeline import Pipeline
 from hfdist.pipeline.planned import PlannedChannel, PlannedPipeline
 from hfdist.pipeline.schedule import bubble_fraction, check_microbatches, rank_of_stage, stages_per_rank
 from hfdist.pipeline.split import SplitModel, split_at_blocks
-from hfdist.pipeline.stage_io import CARRIES, P2PChannel
+from hfdist.pipeline.stage_io import CARRIES
 from hfdist.pipeline.stage_module import Block, refuse_call
 from hfdist.pipeline.timeline import Recorder
 from hfdist.strategies.base import Strategy
@@ -84,6 +85,10 @@ class PipelineEngine(Engine):
         self._num_losses = strategy.topology.world_size // strategy.topology.tensor
         self._trainable = self._find_trainable()
         self._pipeline: Pipeline | None = None
+        self._shard_stages(mesh)
+
+    def _shard_stages(self, mesh: DeviceMesh) -> None:
+        """Shard the parameters of this rank's stages in place, in layouts that do so."""
 
     @property
     def size(self) -> ModelSize:
@@ -227,6 +232,19 @@ class PipelineEngine(Engine):
     def _norm_groups(self) -> list[dist.ProcessGroup]:
         return [*super()._norm_groups(), self._pipeline_group]
 
+    def whole_parameters(self) -> Iterable[tuple[str, torch.Tensor]]:
+        """List them as the base class does; what several stages hold has a name of its own, as they hold little else.
+
+        So a tied embedding and its head, on two ranks, are compared.
+        """
+        num_pipelines = len(self._strategy.topology.pipelines)
+        suffixes: dict[str, str] = {}
+        for holders, names in self._io.shared:
+            places = ", ".join(str(rank // num_pipelines) for rank in dist.get_process_group_ranks(holders))
+            suffixes |= dict.fromkeys(names, f" of pipeline ranks {places}")
+        held = super().whole_parameters()
+        return [(name + suffixes.get(name.partition(" ")[0], ""), tensor) for name, tensor in held]
+
     def _counts(self, name: str) -> bool:
         return name not in self._io.counted_elsewhere and super()._counts(name)
 
@@ -342,10 +360,9 @@ class PipelineStrategy(Strategy):
         stages = choose_stages(model, blocks, self.config, self.batch, self.rank_of_stage, self.train.precision)
         last = len(stages) - 1
         kinds: list[list[Hashable]] = [[] for _ in range(self.topology.pipeline)]
-        for stage, (own, place) in enumerate(zip(stages, self.rank_of_stage, strict=True)):
-            parts = (part for index in own for part in blocks[index])
-            kinds[place].append((stage == 0, stage == last, *map(kind_of_block, parts)))
-        return [tuple(own) for own in kinds]
+        for stage, (indices, rank) in enumerate(zip(stages, self.rank_of_stage, strict=True)):
+            kinds[rank].append((stage == 0, stage == last, *(kind_of_block(blocks[index]) for index in indices)))
+        return [tuple(of_rank) for of_rank in kinds]
 
     def partition(self, model: nn.Module) -> None:
         """Leave this rank's blocks in the model, and what may surround them. In place; nothing is read or moved.

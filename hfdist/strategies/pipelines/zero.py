@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 import torch.distributed as dist
@@ -16,15 +16,20 @@ from torch import nn
 
 from hfdist.checkpoint.piece import Piece
 from hfdist.collectives import gather_json
+from hfdist.config.batch import BatchPlan
+from hfdist.config.strategy import StrategyConfig
+from hfdist.config.train import TrainConfig
 from hfdist.errors import PartitionError
 from hfdist.strategies.deepspeed import pieces_zero
 from hfdist.strategies.deepspeed.buckets import bucket_elements, fit_buckets
 from hfdist.strategies.deepspeed.deepspeed_config import generate
+from hfdist.strategies.deepspeed.estimates import reduce_to_owners, with_master_weights
+from hfdist.strategies.deepspeed.startup import start_deepspeed
 from hfdist.strategies.deepspeed.step_hooks import hook_steps
-from hfdist.strategies.deepspeed.zero import reduce_to_owners, start_deepspeed, with_master_weights
 from hfdist.strategies.pipelines.pipeline import PipelineEngine, PipelineStrategy
 from hfdist.strategies.step_memory import MemoryUse, RankSizes, ShardFractions
 from hfdist.strategies.traffic import Axes, Sent, cut_elements
+from hfdist.topology import Topology
 
 if TYPE_CHECKING:
     from accelerate.optimizer import AcceleratedOptimizer
@@ -118,14 +123,16 @@ class PipelineZeroStrategy(PipelineStrategy):
     used_axes = ("pipeline", "context")
     engine_class = PipelineZeroEngine
 
-    def __init__(self, *arguments: Any, device_type: str) -> None:
-        super().__init__(*arguments)
-        self.fractions = ShardFractions(optimizer=1.0 / (self.topology.data * self.topology.context))
-        self.deepspeed_config = generate(self.config, self.train, self.batch, device_type)
+    def __init__(
+        self, topology: Topology, batch: BatchPlan, strategy: StrategyConfig, train: TrainConfig, *, device_type: str
+    ) -> None:
+        super().__init__(topology, batch, strategy, train)
+        self.fractions = ShardFractions(optimizer=1.0 / (topology.data * topology.context))
+        self.deepspeed_config = generate(strategy, train, batch, device_type)
         for precision in ("bf16", "fp16"):
             self.deepspeed_config[precision]["enabled"] = False
         # It counts each rank that shares sequences as one with sequences of its own.
-        self.deepspeed_config["train_batch_size"] *= self.topology.context
+        self.deepspeed_config["train_batch_size"] *= topology.context
         # Gradients are reduced once, after the schedule: DeepSpeed must not hook into each backward.
         self.deepspeed_config["zero_optimization"]["overlap_comm"] = False
 
@@ -160,9 +167,11 @@ class _Step:
     def __init__(self, model: nn.Module, zero: ZeroOptimizer) -> None:
         self.param_groups = [{"params": list(model.parameters())}]
         self.norm = torch.full((), torch.inf)
+        """Of the gradients; infinite where the step was left out."""
         self._zero = zero
 
     def step(self) -> None:
+        """Reduce gradients to the ranks that step them, and step."""
         self._zero.reduce_gradients(pipeline_parallel=True)
         self._zero.step()
         self.norm = torch.as_tensor(self._zero._global_grad_norm)

@@ -20,7 +20,7 @@ def split_vocabulary(model: PreTrainedModel, num_ranks: int) -> dict[str, str]:
     """Give the names and styles of the embedding and of the head, where their rows can be divided."""
     names = {id(module): name for name, module in model.named_modules()}
     found: dict[str, str] = {}
-    left = []
+    undivided = []
     for module, style in ((input_embeddings(model), LOOKED_UP), (model.get_output_embeddings(), GATHERED)):
         weight = getattr(module, "weight", None)
         if module is None or weight is None or id(module) not in names:
@@ -28,9 +28,10 @@ def split_vocabulary(model: PreTrainedModel, num_ranks: int) -> dict[str, str]:
         if split_dimensions(module, style) and len(weight) >= num_ranks:
             found[names[id(module)]] = style
         else:
-            left.append(weight)
+            undivided.append(weight)
     # Tied to what stays whole, it stays whole, too.
-    return {} if any(model.get_submodule(name).weight is weight for name in found for weight in left) else found
+    is_tied = any(model.get_submodule(name).weight is weight for name in found for weight in undivided)
+    return {} if is_tied else found
 
 
 def kept_whole(model: PreTrainedModel, of_vocabulary: dict[str, str]) -> set[int]:

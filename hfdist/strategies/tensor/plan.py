@@ -203,11 +203,11 @@ def _resolve(
         if (name not in parameters and name not in modules) or (gathers_attention and _is_attention(name)):
             # Another name of a tied parameter, or divided in another way.
             continue
-        own = [parameters[name]] if name in parameters else list(modules[name].parameters(recurse=False))
-        is_uneven = style == LOOKED_UP and any(p.shape[0] % num_ranks != 0 for p in own)
+        ruled = [parameters[name]] if name in parameters else list(modules[name].parameters(recurse=False))
+        is_uneven = style == LOOKED_UP and any(p.shape[0] % num_ranks != 0 for p in ruled)
         if style == _PARTIAL:
-            partial |= set(map(id, own))
-        elif is_uneven or not whole.isdisjoint(map(id, own)):
+            partial |= set(map(id, ruled))
+        elif is_uneven or not whole.isdisjoint(map(id, ruled)):
             continue
         elif name in modules:
             divided = _divide(modules, name, _ALIASES.get(style, style))
@@ -219,6 +219,7 @@ def _resolve(
 
 
 def _is_attention(name: str) -> bool:
+    # As in `self_attn`, `attention` and `attn`.
     return "att" in name
 
 
@@ -323,8 +324,8 @@ def _split_layers(
             shards[part] = ParameterShard(shape=tuple(whole.shape), dim=dim, parts=((start, stop),))
             for owner, of_owner in owners.pop(whole):
                 owner._parameters[of_owner] = part
-        own = sequence if sequence is not None and sequence.has(name) else None
-        run_locally(modules[name], style, group, inputs, own)
+        region = sequence if sequence is not None and sequence.has(name) else None
+        run_locally(modules[name], style, group, inputs, region)
     head = model.get_output_embeddings()
     if any(modules[name] is head for name in here):
         start, stop = shard_range(head.out_features, group.size(), group.rank())
@@ -337,19 +338,19 @@ def _is_sharded(parameter: DTensor) -> bool:
 
 
 def _place_while_running(module: nn.Module, placed: dict[str, DTensor]) -> None:
-    own = module._parameters
+    parameters = module._parameters
     layouts = {name: (p.device_mesh, p.placements, p.shape, p.stride()) for name, p in placed.items()}
     run = module.forward
 
     def forward(*args: object, **kwargs: object) -> object:
-        plain = {name: own[name] for name in layouts}
+        plain = {name: parameters[name] for name in layouts}
         for name, (mesh, placements, shape, stride) in layouts.items():
             local: Any = plain[name]
             # In the module's dict, which a tensor that is no parameter cannot enter otherwise.
-            own[name] = DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)  # type: ignore[assignment]
+            parameters[name] = DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)  # type: ignore[assignment]
         try:
             return run(*args, **kwargs)
         finally:
-            own.update(plain)
+            parameters.update(plain)
 
     module.forward = forward

@@ -71,8 +71,8 @@ def partial_in_blocks(model: PreTrainedModel, layers: dict[str, str]) -> Iterato
     """List the parameters of blocks that each rank has whole, such as norms: it has the gradient of its tokens only."""
     inside = {id(parameter) for parameter in find_blocks(model).parameters()}
     for name, parameter in model.named_parameters():
-        module, _, own = name.rpartition(".")
-        is_divided = module in layers and own in split_dimensions(model.get_submodule(module), layers[module])
+        module, _, last = name.rpartition(".")
+        is_divided = module in layers and last in split_dimensions(model.get_submodule(module), layers[module])
         if id(parameter) in inside and not is_divided:
             yield name
 
@@ -123,12 +123,12 @@ class SequenceParallel:
 
     def linear(self, value: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """Give what a layer makes of whole sequences, and keep a part of them for the backward."""
-        own = self._input
-        if own is None or not own.is_read_by(value):
+        gathered = self._input
+        if gathered is None or not gathered.is_read_by(value):
             return functional.linear(value, weight, bias)
         # In two dimensions, as autograd keeps it: no other view of the same memory is there.
         rows = value.flatten(0, 1)
-        with saved_tensors_hooks(partial(own.keep, rows.untyped_storage()._cdata), _unpack):
+        with saved_tensors_hooks(partial(gathered.keep, rows.untyped_storage()._cdata), _unpack):
             return functional.linear(rows, weight, bias).unflatten(0, value.shape[:2])
 
     def scatter(self, whole: torch.Tensor) -> torch.Tensor:

@@ -38,7 +38,12 @@ class AlertCommand:
         text = json.dumps(alert) + "\n"
         # A daemon: a process that ends does not wait for it.
         thread = threading.Thread(target=self._run, args=(text,), name="alert-command", daemon=True)
-        thread.start()
+        try:
+            thread.start()
+        except RuntimeError as error:
+            # At a limit of threads: the training goes on.
+            logger.warning("report.alert_command cannot be started: %s", error)
+            return
         self._threads = [*filter(threading.Thread.is_alive, self._threads), thread]
 
     def wait(self) -> None:

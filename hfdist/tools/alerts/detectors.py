@@ -14,10 +14,13 @@ from hfdist.records.lines import Line
 from hfdist.tools.alerts.alert import Detection
 from hfdist.units import count, size
 
-_NORMAL = 1.4826
-"""A standard deviation, where values are normal, over the median of their distances."""
+_DEVIATION_OF_MEDIAN = 1.4826
+"""Standard deviation of values that are normal, over the median of their distances from their level."""
 
-_SPIKE_LINES, _LEAST_LINES = 64, 32
+_SPIKE_LINES = 64
+"""Most earlier losses that make the level of a loss."""
+_LEAST_SPIKE_LINES = 32
+"""Fewer losses make no level."""
 _SPIKE_NOISE, _SPIKE_SHARE = 8.0, 0.1
 """How far a loss is above its level, in units of its noise and of itself; both."""
 
@@ -29,15 +32,21 @@ _PLATEAU_SHARE, _PLATEAU_LINES = 0.3, 300
 _PLATEAU_GAIN, _PLATEAU_ERRORS = 0.005, 4.0
 """Between the halves of that part: so much less than this share, by so many standard errors, is no gain."""
 _PLATEAU_PARTS = 8
+"""Parts of it, whose medians are compared."""
 _MOST_MEANS = 512
+"""Means that are kept of a run, however long it is: twice as many are joined in pairs."""
 
-_DRIFT_LINES, _DRIFT_TIMES = 16, 5.0
-_DRIFT_GROUPS = 4
-"""So many levels, each of `_DRIFT_LINES` lines, lie between the lowest one and the newest one, and so many are left out
-at the beginning, where norms are large."""
+_DRIFT_LINES = 16
+"""Lines whose median is a level of the gradient norm."""
+_DRIFT_TIMES = 5.0
+"""A norm that is so many times the lowest level is an alert."""
+_DRIFT_LEVELS = 4
+"""Levels between the lowest and the newest one; so many are left out at the beginning, too, where norms are large."""
 
 _SLOWER = 0.75
 """Throughput below this share of the level before is an alert."""
+_LEAST_LEVELS = 4
+"""Fewer levels of throughput before the newest tell nothing."""
 
 _LARGEST_MISMATCH = 0.5
 """Nats by which log-probabilities may differ between trainer and generators: a ratio of 1.6."""
@@ -50,7 +59,7 @@ _LATE_SAVES, _LATE_SECONDS = 2, 60.0
 
 def deviation_from_trend(values: Sequence[float]) -> float:
     """Give the standard deviation around a trend."""
-    return _NORMAL * median(abs(after - before) for before, after in pairwise(values)) / 2**0.5
+    return _DEVIATION_OF_MEDIAN * median(abs(after - before) for before, after in pairwise(values)) / 2**0.5
 
 
 class LossSpike:
@@ -63,13 +72,15 @@ class LossSpike:
     def see(self, loss: float) -> Detection | None:
         """Judge a loss."""
         detection = None
-        if 0 < len(self._before) < _LEAST_LINES:
+        if 0 < len(self._before) < _LEAST_SPIKE_LINES:
             detection = self._see_beginning(loss, self._before[0])
         elif self._before:
             before = list(self._before)
             level = median(before)
             # Around the level, or around a trend.
-            usual = max(deviation_from_trend(before), _NORMAL * median(abs(value - level) for value in before))
+            usual = max(
+                deviation_from_trend(before), _DEVIATION_OF_MEDIAN * median(abs(value - level) for value in before)
+            )
             self._are_high.append(loss - level > max(_SPIKE_NOISE * usual, _SPIKE_SHARE * abs(level)))
             if self._are_high[-1] and sum(self._are_high) >= 2:
                 detection = Detection(
@@ -115,9 +126,9 @@ class Plateau:
         if num_lines < _PLATEAU_LINES:
             return None
         # Of parts: losses that follow each other may be alike, which hides noise from its neighbours.
-        size, half = num_means // _PLATEAU_PARTS, _PLATEAU_PARTS // 2
-        newest = self._means[-size * _PLATEAU_PARTS :]
-        parts = [median(newest[begin : begin + size]) for begin in range(0, len(newest), size)]
+        length, half = num_means // _PLATEAU_PARTS, _PLATEAU_PARTS // 2
+        newest = self._means[-length * _PLATEAU_PARTS :]
+        parts = [median(newest[begin : begin + length]) for begin in range(0, len(newest), length)]
         earlier, later = fmean(parts[:half]), fmean(parts[half:])
         error = deviation_from_trend(parts) * (2 / half) ** 0.5
         if earlier - later + _PLATEAU_ERRORS * error >= _PLATEAU_GAIN * abs(later):
@@ -147,8 +158,8 @@ class GradNormDrift:
         return self._detection
 
     def _judge(self) -> Detection | None:
-        before = self._levels[max(_DRIFT_GROUPS, len(self._levels) // 10) : -_DRIFT_GROUPS]
-        if len(before) < _DRIFT_GROUPS:
+        before = self._levels[max(_DRIFT_LEVELS, len(self._levels) // 10) : -_DRIFT_LEVELS]
+        if len(before) < _DRIFT_LEVELS:
             return None
         lowest, now = min(before), min(self._levels[-2:])
         # Norms of 0, as of a loss without targets that count, are no level to grow from.
@@ -169,7 +180,7 @@ class FallingThroughput:
 
     def see(self, tokens_per_second: Sequence[float]) -> Detection | None:
         """Judge the lines of some seconds."""
-        before = median(self._levels[:-1]) if len(self._levels) > _DRIFT_GROUPS else 0.0
+        before = median(self._levels[:-1]) if len(self._levels) > _LEAST_LEVELS else 0.0
         self._levels.append(median(tokens_per_second))
         now = max(self._levels[-2:])
         if now >= _SLOWER * before:

@@ -1,9 +1,9 @@
-"""Gives the lines of a run to all detectors, and makes an alert of each detection that is new."""
+"""The monitor of a run: it gives each line to all detectors, and makes an alert of each detection that is new."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TypeGuard
 
 from hfdist.records.lines import Line
@@ -29,6 +29,9 @@ _REPEAT_STEPS = 1000
 """Steps after which an alert that has not ended is given again."""
 _END_LOOKS = 8
 """An alert ends after this many looks that find nothing: then the same kind is new again."""
+
+_Found = dict[AlertKind, Detection | None]
+"""What was looked for in a line; None: it is not so."""
 
 
 class Monitor:
@@ -66,7 +69,7 @@ class Monitor:
 
     def see_metrics(self, line: Line, free_bytes: int | None = None) -> list[Alert]:
         """Judge a line of metrics.jsonl; `free_bytes`: free bytes of the disk, where the line is of a save."""
-        step, found = int(line["step"]), dict[AlertKind, Detection | None]()
+        step, found = int(line["step"]), _Found()
         if "checkpoint/step" in line:
             if self._old_checkpoint is not None:
                 self._old_checkpoint.saved(step)
@@ -90,11 +93,11 @@ class Monitor:
             # How fast answers are written depends on the longest of them.
             if self._num_lines["metrics"] > _FIRST_LINES and not is_rewarded:
                 self._see_rate(line["tokens_per_second"], seconds, found)
-        return self._new(step, found)
+        return self._alert(step, found)
 
     def see_ranks(self, line: Line) -> list[Alert]:
         """Judge a line of ranks.jsonl."""
-        step, found = int(line["step"]), dict[AlertKind, Detection | None]()
+        step, found = int(line["step"]), _Found()
         num_steps = self._count_steps("ranks", step)
         if self._num_lines["ranks"] > _FIRST_LINES:
             self._ranks.add(line, num_steps)
@@ -102,9 +105,9 @@ class Monitor:
             found[AlertKind.slow_rank] = self._ranks.find_slow_rank()
             found[AlertKind.data_wait] = self._ranks.find_data_wait()
             self._ranks = RankWindow(self._num_stages, self._hosts)
-        return self._new(step, found)
+        return self._alert(step, found)
 
-    def _see_rate(self, tokens_per_second: float, seconds: float, found: dict[AlertKind, Detection | None]) -> None:
+    def _see_rate(self, tokens_per_second: float, seconds: float, found: _Found) -> None:
         self._rates.append(tokens_per_second)
         self._rate_seconds += seconds
         if self._rate_seconds >= WINDOW_SECONDS and len(self._rates) >= WINDOW_LINES:
@@ -117,7 +120,8 @@ class Monitor:
         self._steps[file], self._num_lines[file] = step, self._num_lines[file] + 1
         return num_steps
 
-    def _new(self, step: int, found: Mapping[AlertKind, Detection | None]) -> list[Alert]:
+    def _alert(self, step: int, found: _Found) -> list[Alert]:
+        """Make an alert of each detection that is new."""
         alerts = []
         for kind, detection in found.items():
             alerted = self._alerted[kind]

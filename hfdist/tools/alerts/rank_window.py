@@ -59,11 +59,11 @@ class RankWindow:
         excess, rank, usual = max(found, default=(0.0, 0, 0.0))
         if excess <= _SLOW_SHARE * self.seconds or excess <= (_SLOW_TIMES - 1) * usual:
             return None
-        own, others_own = self._compute[rank] / self._num_steps, usual / self._num_steps
+        seconds, of_others = self._compute[rank] / self._num_steps, usual / self._num_steps
         return Detection(
-            f"{self._name(rank)} is slow: it computes {own:.3g} s in a step of {self._step:.3g} s, the others"
-            f" {others_own:.3g} s, and they wait for it; that machine may be too hot, or have other work",
-            {"rank": rank, "host": self._host(rank), "compute_seconds": own, "of_others": others_own},
+            f"{self._name(rank)} is slow: it computes {seconds:.3g} s in a step of {self._step_seconds:.3g} s, the"
+            f" others {of_others:.3g} s, and they wait for it; that machine may be too hot, or have other work",
+            {"rank": rank, "host": self._host(rank), "compute_seconds": seconds, "of_others": of_others},
         )
 
     def find_data_wait(self) -> Detection | None:
@@ -72,15 +72,15 @@ class RankWindow:
         share = self._data[rank] / self.seconds
         if share <= _DATA_SHARE:
             return None
-        own = self._data[rank] / self._num_steps
+        seconds = self._data[rank] / self._num_steps
         return Detection(
-            f"{self._name(rank)} waits for its data in {share:.0%} of the time: {own:.3g} s in a step of"
-            f" {self._step:.3g} s; more data.workers, or files on a faster disk",
-            {"rank": rank, "host": self._host(rank), "data_seconds": own, "share": share},
+            f"{self._name(rank)} waits for its data in {share:.0%} of the time: {seconds:.3g} s in a step of"
+            f" {self._step_seconds:.3g} s; more data.workers, or files on a faster disk",
+            {"rank": rank, "host": self._host(rank), "data_seconds": seconds, "share": share},
         )
 
     @property
-    def _step(self) -> float:
+    def _step_seconds(self) -> float:
         return self.seconds / self._num_steps
 
     def _stages(self) -> list[range]:

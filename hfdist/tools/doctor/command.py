@@ -7,10 +7,10 @@ import sys
 from pathlib import Path
 
 from hfdist.config.checks.offline import go_offline
-from hfdist.config.cli.arguments import FLAG, as_command, read_arguments, read_flag, read_number
+from hfdist.config.cli.arguments import FLAG, as_command, read_arguments, read_flag
 from hfdist.config.run import AUTO
-from hfdist.tools.doctor.examine import Request, check_alone, report
-from hfdist.tools.doctor.processes import read_processes
+from hfdist.tools.doctor.arguments import read_processes, read_seconds
+from hfdist.tools.doctor.examine import Request, check_machine, report
 
 _HELP = """\
 Examine a machine, or several, before a job: versions, GPUs, memory, limits, folders, the Hub, and each link between two
@@ -38,7 +38,7 @@ def _examine(arguments: list[str]) -> None:
     if request.is_offline:
         go_offline()
     if not is_launched and request.processes == 1:
-        report(check_alone(request), [], [], as_json=request.as_json)
+        report(check_machine(request, num_hosts=1), [], [], as_json=request.as_json)
         return
     # Here: one process needs no torch.
     from hfdist.launch.launch import start_ranks
@@ -67,7 +67,7 @@ def parse_request(arguments: list[str]) -> tuple[Request, bool]:
     request = Request(
         run_dir=Path(values.get("run.dir", "runs")),
         processes=processes,
-        pair_seconds=float(read_number(values, "pair_seconds", "10")),
+        pair_seconds=read_seconds(values, "pair_seconds", "10"),
         as_json=read_flag(values, "json"),
         is_offline=read_flag(values, "offline"),
     )

@@ -28,11 +28,6 @@ class Request:
     """The Hub is not asked."""
 
 
-def check_alone(request: Request) -> list[Finding]:
-    """Check this machine without any other process, and without torch."""
-    return check_machine(request, num_hosts=1)
-
-
 def report(findings: Sequence[Finding], pairs: Sequence[Pair], hosts: Sequence[str], *, as_json: bool) -> None:
     """Print the findings, and end with exit code 7 where there is an error."""
     code = ResourceError.exit_code if any(one.level == ERROR for one in findings) else 0
@@ -47,7 +42,7 @@ def report(findings: Sequence[Finding], pairs: Sequence[Pair], hosts: Sequence[s
 
 
 def check_machine(request: Request, num_hosts: int) -> list[Finding]:
-    """Check this machine, which is one of so many."""
+    """Check this machine, which is one of `num_hosts`, without torch."""
     return [
         software.check_packages(),
         *software.check_gpus(),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -20,7 +21,7 @@ _LONG_SECONDS = 0.1
 
 def measure_pair(pair: Pair) -> None:
     """Measure latency, clocks and speeds on both ranks together; the first one keeps the figures."""
-    device = torch.device("cuda", torch.cuda.current_device()) if pair.backend == "nccl" else torch.device("cpu")
+    device = device_of(pair.backend)
     own = dist.get_rank()
     trips = [_round_trip(own, device) for _ in range(_LATENCY_ROUNDS)]
     seconds, pair.offset_seconds = min(trips)
@@ -29,9 +30,9 @@ def measure_pair(pair: Pair) -> None:
     for mib in SIZES_MIB:
         tensor = torch.zeros(mib << 18, device=device)
         # There and back: two messages.
-        best = min(timed(lambda: _send_and_receive(own, tensor), device) for _ in range(repeats))  # noqa: B023
+        best = quickest(partial(_send_and_receive, own, tensor), repeats, device)
         pair.gbs[str(mib)] = 2 * tensor.nbytes / best / 1e9
-        reduced = min(timed(lambda: dist.all_reduce(tensor), device) for _ in range(repeats))  # noqa: B023
+        reduced = quickest(partial(dist.all_reduce, tensor), repeats, device)
         pair.all_reduce_gbs[str(mib)] = tensor.nbytes / reduced / 1e9
         agreed = torch.tensor([1 if best > _LONG_SECONDS else REPEATS], device=device)
         dist.broadcast(agreed, src=0)
@@ -58,7 +59,7 @@ def _round_trip(own: int, device: torch.device) -> tuple[float, float]:
 
 
 def offset_seconds(sent: float, theirs: float, received: float) -> float:
-    """Give how far a clock is ahead that was read between `sent` and `received` of the own one."""
+    """Give how far the other clock is ahead, which was read between `sent` and `received` of this one."""
     return theirs - (sent + received) / 2
 
 
@@ -67,10 +68,18 @@ def _send_and_receive(own: int, tensor: torch.Tensor) -> None:
         action(tensor, 1 - own)
 
 
-def timed(action: Callable[[], object], device: torch.device) -> float:
-    """Give the seconds of an action, with all that it has started on the device."""
-    begun = time.monotonic()
-    action()
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.monotonic() - begun
+def quickest(action: Callable[[], object], repeats: int, device: torch.device) -> float:
+    """Give the seconds of the quickest of some repeats, each with all that it has started on the device."""
+    seconds = []
+    for _ in range(repeats):
+        begun = time.monotonic()
+        action()
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        seconds.append(time.monotonic() - begun)
+    return min(seconds)
+
+
+def device_of(backend: str) -> torch.device:
+    """Give the device whose tensors a backend sends."""
+    return torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else torch.device("cpu")

@@ -1,4 +1,4 @@
-"""Tests of links: each pair of ranks is tried with a time limit, so that one dead pair stops no other."""
+"""Trials of links: each pair of ranks by itself, with a time limit, so that one dead pair stops no other."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ import os
 import platform
 import re
 import socket
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -17,7 +18,7 @@ import torch.distributed as dist
 from hfdist.errors import first_line, printable
 from hfdist.launch.address import address_of, listen
 from hfdist.launch.gloo_interface import VARIABLE, address_of_own_name
-from hfdist.tools.doctor.link_speed import REPEATS, measure_pair, timed
+from hfdist.tools.doctor.link_speed import REPEATS, device_of, measure_pair, quickest
 from hfdist.tools.doctor.pairs import SIZES_MIB, Pair
 from hfdist.tools.doctor.rendezvous import Rendezvous
 
@@ -29,7 +30,7 @@ def try_pairs(
     rendezvous: Rendezvous,
     backend: str,
     schedule: Sequence[Sequence[tuple[int, int]]],
-    hosts: Callable[[int], str],
+    hosts: Mapping[int, str],
     seconds: float,
     *,
     is_second: bool = False,
@@ -40,7 +41,7 @@ def try_pairs(
         rendezvous: the store of all ranks.
         backend: `gloo` or `nccl`.
         schedule: rounds of pairs, the same on all ranks.
-        hosts: gives the machine of a rank.
+        hosts: host of each rank.
         seconds: seconds that a pair may take to connect, and for each message.
         is_second: whether rounds have one pair each, and wait for the end of the one before.
     """
@@ -52,7 +53,7 @@ def try_pairs(
             patience = _LATE_SECONDS + 3 * seconds * (number + 1)
             if is_second and number > 0:
                 rendezvous.hear(f"{label}-done-{number - 1}", schedule[number - 1][0][0], patience)
-            pair = Pair(ranks=ab, hosts=(hosts(ab[0]), hosts(ab[1])), backend=backend)
+            pair = Pair(ranks=ab, hosts=(hosts[ab[0]], hosts[ab[1]]), backend=backend)
             name = f"{label}-{ab[0]}-{ab[1]}"
             pair.error = _connect(rendezvous, pair, name, seconds, patience)
             if pair.error is None:
@@ -110,18 +111,17 @@ def measure_all(rendezvous: Rendezvous, backend: str, ranks: Sequence[int], seco
     Returns:
         10^9 bytes a second by MiB, as NCCL's own tests count the bus: 2 (n - 1) / n times the bytes; or what was wrong.
     """
-    own = Pair(ranks=(0, 0), hosts=("", ""), backend=backend)
+    gbs: dict[str, float] = {}
     try:
         with rendezvous.group(f"{backend}-all", backend, ranks, 2 * seconds):
-            device = torch.device("cuda", torch.cuda.current_device()) if backend == "nccl" else torch.device("cpu")
+            device = device_of(backend)
             for mib in SIZES_MIB:
                 tensor = torch.zeros(mib << 18, device=device)
-                best = min(timed(lambda: dist.all_reduce(tensor), device) for _ in range(REPEATS))  # noqa: B023
-                factor = 2 * (len(ranks) - 1) / len(ranks)
-                own.all_reduce_gbs[str(mib)] = factor * tensor.nbytes / best / 1e9
+                seconds = quickest(partial(dist.all_reduce, tensor), REPEATS, device)
+                gbs[str(mib)] = 2 * (len(ranks) - 1) / len(ranks) * tensor.nbytes / seconds / 1e9
     except Exception as error:
         return what_failed(error)
-    return own.all_reduce_gbs
+    return gbs
 
 
 def prepare_nccl() -> None:

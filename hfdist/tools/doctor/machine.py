@@ -110,7 +110,7 @@ def check_name(num_hosts: int) -> Finding:
     try:
         addresses = sorted({str(found[4][0]) for found in socket.getaddrinfo(name, None)})
         text, looped = f"{name} is {', '.join(addresses[:3])}", all(map(is_loopback, addresses))
-    except OSError:
+    except (OSError, UnicodeError):  # a part of the name with more than 63 characters is a UnicodeError
         text, looped = f"{name} has no address, so that gloo takes the loopback", True
     if looped:
         text += ", which other machines cannot reach"

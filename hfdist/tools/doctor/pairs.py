@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from typing import Any
 
 from hfdist.tools.doctor.finding import ERROR, WARNING, Finding
 from hfdist.units import list_first
@@ -51,6 +52,11 @@ class Pair:
     def to_json(self) -> dict[str, object]:
         """Give the pair as JSON values."""
         return asdict(self)
+
+    @classmethod
+    def from_json(cls, content: dict[str, Any]) -> Pair:
+        """Read what `to_json` has given on another rank: JSON has no tuples."""
+        return cls(**content | {"ranks": tuple(content["ranks"]), "hosts": tuple(content["hosts"])})
 
 
 def rounds(ranks: Sequence[int]) -> list[list[tuple[int, int]]]:

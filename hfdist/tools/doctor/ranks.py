@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import platform
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, TypedDict
 
 import torch
@@ -83,7 +83,7 @@ def _try_links(request: Request, rendezvous: Rendezvous, plan: Plan) -> list[Pai
     found = []
     for backend in plan["backends"]:
         schedule = rounds(plan["ranks"])
-        found += try_pairs(rendezvous, backend, schedule, _host_of(plan), request.pair_seconds)
+        found += try_pairs(rendezvous, backend, schedule, _hosts_of(plan), request.pair_seconds)
     return found
 
 
@@ -92,13 +92,13 @@ def _try_again(request: Request, rendezvous: Rendezvous, plan: Plan, rest: Rest)
     found = []
     for backend, pairs in rest["again"].items():
         schedule = [[(int(a), int(b))] for a, b in pairs]
-        found += try_pairs(rendezvous, backend, schedule, _host_of(plan), request.pair_seconds, is_second=True)
+        found += try_pairs(rendezvous, backend, schedule, _hosts_of(plan), request.pair_seconds, is_second=True)
     return found
 
 
-def _host_of(plan: Plan) -> Callable[[int], str]:
-    hosts = {int(rank): host for rank, host in plan["hosts"].items()}
-    return hosts.__getitem__
+def _hosts_of(plan: Plan) -> dict[int, str]:
+    """Give the host of each rank: JSON has no numbers as keys."""
+    return {int(rank): host for rank, host in plan["hosts"].items()}
 
 
 def _measure_all(request: Request, rendezvous: Rendezvous, plan: Plan, rest: Rest) -> dict[str, dict[str, float] | str]:
@@ -115,7 +115,7 @@ def _follow(request: Request, rendezvous: Rendezvous, place: LauncherPlace) -> N
     plan: Plan | None = rendezvous.hear("plan", 0, _PLAN_SECONDS)
     if plan is None:
         raise ResourceError("rank 0 is silent", where=f"rank {rendezvous.rank}", hint="its own output says why")
-    firsts = _firsts({int(rank): host for rank, host in plan["hosts"].items()})
+    firsts = _firsts(_hosts_of(plan))
     findings = check_machine(request, len(firsts)) if rendezvous.rank in firsts else []
     if rendezvous.rank in firsts:
         findings += check_same_folder(request.run_dir, plan["mark"], platform.node(), plan["hosts"]["0"])
@@ -144,16 +144,19 @@ def _lead(request: Request, rendezvous: Rendezvous) -> None:
     ranks = sorted(hosts) if len(hosts) <= _MOST_RANKS else firsts
     backends = ["gloo", *(["nccl"] if all(facts[rank]["has_gpu"] for rank in ranks) else [])]
     with marked(request.run_dir) as mark:
-        # JSON has no numbers as keys.
-        named = {str(rank): host for rank, host in hosts.items()}
-        plan: Plan = {"hosts": named, "ranks": ranks, "backends": backends, "mark": mark}
+        plan: Plan = {
+            "hosts": {str(rank): host for rank, host in hosts.items()},
+            "ranks": ranks,
+            "backends": backends,
+            "mark": mark,
+        }
         rendezvous.tell("plan", plan)
         findings = [one._replace(host=hosts[0]) for one in check_machine(request, num_hosts)]
         patience = _PLAN_SECONDS + len(ranks) * 4 * request.pair_seconds
         pairs = _try_links(request, rendezvous, plan)
         others = [rank for rank in hosts if rank != 0]
-        for rank, told in rendezvous.hear_all("findings", others, patience).items():
-            findings += [Finding(*one)._replace(host=hosts[rank]) for one in told]
+        for rank, of_rank in rendezvous.hear_all("findings", others, patience).items():
+            findings += [Finding(*finding)._replace(host=hosts[rank]) for finding in of_rank]
         pairs += _pairs_of(rendezvous.hear_all("pairs", others, patience))
     pairs = _unique(pairs)
     dead = {pair.backend for pair in pairs if pair.error is not None}
@@ -163,13 +166,8 @@ def _lead(request: Request, rendezvous: Rendezvous) -> None:
         "whole": [backend for backend in backends if backend not in dead and len(ranks) > 2],
     }
     rendezvous.tell("rest", rest)
-    pairs = _unique(
-        [
-            *pairs,
-            *_try_again(request, rendezvous, plan, rest),
-            *_pairs_of(rendezvous.hear_all("again", others, patience)),
-        ]
-    )
+    again = _try_again(request, rendezvous, plan, rest) + _pairs_of(rendezvous.hear_all("again", others, patience))
+    pairs = _unique(pairs + again)
     measured = _measure_all(request, rendezvous, plan, rest)
     findings += judge(facts, pairs, rendezvous.world_size)
     findings += [describe_all_reduce(backend, gbs, len(ranks)) for backend, gbs in measured.items()]
@@ -177,13 +175,8 @@ def _lead(request: Request, rendezvous: Rendezvous) -> None:
     report(findings, pairs, [*hosts.values()], as_json=request.as_json)
 
 
-def _pairs_of(told: Mapping[int, Any]) -> list[Pair]:
-    """Read the pairs that the other ranks have sent."""
-    return [
-        Pair(**one | {"ranks": tuple(one["ranks"]), "hosts": tuple(one["hosts"])})
-        for of_rank in told.values()
-        for one in of_rank
-    ]
+def _pairs_of(heard: Mapping[int, list[dict[str, Any]]]) -> list[Pair]:
+    return [Pair.from_json(pair) for of_rank in heard.values() for pair in of_rank]
 
 
 def _unique(pairs: Iterable[Pair]) -> list[Pair]:

@@ -1,4 +1,4 @@
-"""YAML documents for people: scripts as blocks of lines, no aliases, keys in their given order."""
+"""YAML documents for people: scripts as blocks of lines, no aliases, keys in their order, and none without a value."""
 
 from __future__ import annotations
 
@@ -18,19 +18,17 @@ def _text(dumper: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
     return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
 
 
+def _mapping(dumper: yaml.SafeDumper, mapping: dict[str, object]) -> yaml.MappingNode:
+    return dumper.represent_dict({key: value for key, value in mapping.items() if value is not None})
+
+
 _Dumper.add_representer(str, _text)
+_Dumper.add_representer(dict, _mapping)
 
 
 def to_documents(*documents: Mapping[str, object]) -> str:
     """Write documents one after the other, without keys whose value is None."""
     parts = (
-        yaml.dump(_without_nulls(document), Dumper=_Dumper, sort_keys=False, width=110, allow_unicode=True)
-        for document in documents
+        yaml.dump(document, Dumper=_Dumper, sort_keys=False, width=110, allow_unicode=True) for document in documents
     )
     return "---\n".join(parts)
-
-
-def _without_nulls(value: object) -> object:
-    if isinstance(value, dict):
-        return {name: _without_nulls(item) for name, item in value.items() if item is not None}
-    return [_without_nulls(item) for item in value] if isinstance(value, list) else value

@@ -15,6 +15,7 @@ import uuid
 from types import FrameType
 from typing import Any, NoReturn
 
+from hfdist.errors import first_line
 from hfdist.processes.stop_signals import heard_signals
 from hfdist.tools.jobs.job import AGAIN
 from hfdist.tools.jobs.verdict import LOST
@@ -27,8 +28,8 @@ class _Machine:
 
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
-        self._is_told = False
-        """Whether it is to stop, perhaps before it has begun."""
+        self._must_stop = False
+        """Whether `stop` was called, perhaps before the script has begun."""
         self._lock = threading.Lock()
 
     def find_place(self) -> tuple[str, int]:
@@ -42,7 +43,7 @@ class _Machine:
     def run(self, script: str, variables: dict[str, str]) -> int:
         """Run it to its end, and give its exit code."""
         with self._lock:
-            if self._is_told:
+            if self._must_stop:
                 return AGAIN
             # In a group of its own: Ray's own signals must not end it while it saves.
             self._process = subprocess.Popen(
@@ -53,7 +54,7 @@ class _Machine:
     def stop(self) -> None:
         """Tell the script to save and to end; one that has not begun does not."""
         with self._lock:
-            self._is_told = True
+            self._must_stop = True
             if self._process is not None:
                 self._process.terminate()
 
@@ -74,20 +75,23 @@ def run_on_machines(
     import ray
 
     ray.init()
-    given: dict[str, float] = {"CPU": cpus, "GPU": gpus, "memory": (memory_gib or 0) * 2**30}
-    resources = {name: number for name, number in given.items() if number}
-    told: list[int] = []
+    asked: dict[str, float] = {"CPU": cpus, "GPU": gpus, "memory": (memory_gib or 0) * 2**30}
+    resources = {name: number for name, number in asked.items() if number}
+    signals: list[int] = []
     for _ in range(max_restarts + 1):
         code: int | None = AGAIN
-        while code == AGAIN and not told:
-            code = _run_once(nodes, resources, script, told)
-        if code is not None or told:
+        while code == AGAIN and not signals:
+            code = _run_once(nodes, resources, script, signals)
+        if code is not None or signals:
             break
     sys.exit(LOST if code is None else code)
 
 
-def _run_once(nodes: int, resources: dict[str, float], script: str, told: list[int]) -> int | None:
-    """Give the exit code of the script; None: all machines were lost. `told` gets the signals of this process."""
+def _run_once(nodes: int, resources: dict[str, float], script: str, signals: list[int]) -> int | None:
+    """Give the exit code of the script; None: all machines were lost.
+
+    The signals that tell this process to stop are added to `signals`.
+    """
     import ray
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -95,15 +99,15 @@ def _run_once(nodes: int, resources: dict[str, float], script: str, told: list[i
     machines: list[Any] = []
 
     def stop(number: int, frame: FrameType | None) -> None:
-        told.append(number)
+        signals.append(number)
         for machine in machines:
             machine.stop.remote()
 
     before = {number: signal.signal(number, stop) for number in heard_signals()}
     try:
-        while not told and not group.wait(_POLL_SECONDS):
+        while not signals and not group.wait(_POLL_SECONDS):
             pass
-        if told:
+        if signals:
             return AGAIN
         # A method that waits for the script must not keep the others out.
         needs = {"num_cpus": resources["CPU"], "num_gpus": resources.get("GPU", 0), "memory": resources.get("memory")}
@@ -112,7 +116,7 @@ def _run_once(nodes: int, resources: dict[str, float], script: str, told: list[i
             place = PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=index)
             machines.append(actor.options(scheduling_strategy=place).remote())
         # A signal that came before all machines were in the list has not reached them all.
-        return AGAIN if told else _run_on(machines, script)
+        return AGAIN if signals else _run_on(machines, script)
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
@@ -122,7 +126,7 @@ def _run_once(nodes: int, resources: dict[str, float], script: str, told: list[i
 
 
 def _run_on(machines: list[Any], script: str) -> int | None:
-    """Give the exit code that the first machine has told; None: none has."""
+    """Give the exit code of the first machine that was not lost; None: all were."""
     import ray
     from ray.exceptions import RayError
 
@@ -144,5 +148,5 @@ def _run_on(machines: list[Any], script: str) -> int | None:
         try:
             codes.append(ray.get(result))
         except RayError as error:
-            sys.stderr.write(f"a machine was lost: {str(error).splitlines()[0]}\n")
+            sys.stderr.write(f"a machine was lost: {first_line(error)}\n")
     return codes[0] if codes else None

@@ -10,8 +10,9 @@ from hfdist.tools.report.drawing.chart import COLOURS, Chart, Curve, Mark, colou
 from hfdist.tools.report.event_marks import find_marks
 from hfdist.tools.report.figures import learning_curves
 from hfdist.tools.report.reading.downsample import Point
+from hfdist.tools.report.reading.metric_lines import CURVES, HELD_OUT, LOSS
 from hfdist.tools.report.reading.rank_steps import PARTS, STEP, RankSteps
-from hfdist.tools.report.reading.run_files import CURVES, HELD_OUT, LOSS, RunFiles
+from hfdist.tools.report.reading.run_files import RunFiles
 from hfdist.tools.report.text import escaped_lines
 from hfdist.units import energy_unit
 
@@ -44,24 +45,24 @@ def loss_charts(runs: Sequence[RunFiles]) -> str:
     losses = _Learned(
         "loss",
         " or ".join(dict.fromkeys(run.task.traits.loss_unit for run in runs if not run.task.traits.is_reinforcement)),
-        [[] if run.task.traits.is_reinforcement else run.curve(LOSS) for run in runs],
-        [[] if run.task.traits.is_reinforcement else run.held_out.get(HELD_OUT, []) for run in runs],
+        [[] if run.task.traits.is_reinforcement else run.metrics.curve(LOSS) for run in runs],
+        [[] if run.task.traits.is_reinforcement else run.metrics.held_out.get(HELD_OUT, []) for run in runs],
     )
     rewards = _Learned(
         "reward",
         "mean of answers",
-        [run.figures.get("reward", []) for run in runs],
-        [run.held_out_figures.get("reward", []) for run in runs],
+        [run.metrics.figures.get("reward", []) for run in runs],
+        [run.metrics.held_out_figures.get("reward", []) for run in runs],
     )
     return _learning_charts(runs, losses) + _learning_charts(runs, rewards)
 
 
 def _learning_charts(runs: Sequence[RunFiles], learned: _Learned) -> str:
-    by_tokens = [run.on(run.tokens, points) for run, points in zip(runs, learned.training, strict=True)]
-    held_out = [run.on(run.tokens, points) for run, points in zip(runs, learned.held_out, strict=True)]
+    tokens = [run.metrics.tokens for run in runs]
+    by_tokens, held_out = _over(runs, tokens, learned.training), _over(runs, tokens, learned.held_out)
     name, is_loss = learned.name, learned.name == LOSS
     base = Chart(title=name.capitalize(), unit=learned.unit, curves=(), x="tokens", may_be_log=is_loss, height=240)
-    marked = replace(base, marks=_marks(runs, [run.tokens for run in runs]))
+    marked = replace(base, marks=_marks(runs, tokens))
     if len(runs) == 1:
         charts = [replace(marked, curves=learning_curves(runs, by_tokens, held_out))]
     else:
@@ -70,24 +71,27 @@ def _learning_charts(runs: Sequence[RunFiles], learned: _Learned) -> str:
             replace(marked, title=f"Training {name}", curves=_named(runs, by_tokens, "")),
             replace(base, title=f"Held-out {name}", curves=dotted),
         ]
-    unit, word = _time_unit(max((run.seconds[-1] for run in runs if run.seconds), default=0.0))
-    axes = [[seconds / unit for seconds in run.seconds] for run in runs]
-    by_time = [run.on(axis, points) for run, axis, points in zip(runs, axes, learned.training, strict=True)]
+    unit, word = _time_unit(max((run.metrics.seconds[-1] for run in runs if run.metrics.seconds), default=0.0))
+    axes = [[seconds / unit for seconds in run.metrics.seconds] for run in runs]
     on_time = f"{word} of training, without loading, evaluations and saves"
-    curves, title = _named(runs, by_time, "training"), f"{name.capitalize()} by time"
+    curves, title = _named(runs, _over(runs, axes, learned.training), "training"), f"{name.capitalize()} by time"
     charts.append(replace(base, title=title, x=on_time, curves=curves, marks=_marks(runs, axes)))
     return "".join(map(draw, charts))
 
 
+def _over(runs: Sequence[RunFiles], axes: Sequence[list[float]], curves: Sequence[list[Point]]) -> list[list[Point]]:
+    """Give a curve by step of each run over its tokens or seconds."""
+    return [run.metrics.over(axis, points) for run, axis, points in zip(runs, axes, curves, strict=True)]
+
+
 def small_charts(runs: Sequence[RunFiles]) -> str:
     """Draw all other figures of training lines by step that some run has."""
-    drawn = []
+    drawn, marks = [], _marks(runs, [run.metrics.steps for run in runs])
     for key, base in zip(CURVES[1:], _SMALL, strict=True):
-        points, unit = [run.curve(key) for run in runs], base.unit
+        points, unit = [run.metrics.curve(key) for run in runs], base.unit
         if key == "energy_kwh":
             points, unit = _in_energy_unit(points)
-        marked = _marks(runs, [run.steps for run in runs])
-        drawn.append(draw(replace(base, unit=unit, curves=_named(runs, points, base.title), marks=marked)))
+        drawn.append(draw(replace(base, unit=unit, curves=_named(runs, points, base.title), marks=marks)))
     return "".join(drawn) + (own_charts(runs[0]) if len(runs) == 1 else "")
 
 
@@ -115,7 +119,7 @@ def _in_energy_unit(curves: list[list[Point]]) -> tuple[list[list[Point]], str]:
 def _marks(runs: Sequence[RunFiles], axes: Sequence[list[float]]) -> list[Mark]:
     return [
         Mark(
-            run.place(axis, mark.step),
+            run.metrics.at_step(axis, mark.step),
             mark.letters,
             f"mark-{number}-{place}",
             mark.is_bad,
@@ -140,9 +144,11 @@ def _time_unit(seconds: float) -> tuple[float, str]:
 
 
 def _other_held_out(run: RunFiles) -> str:
-    keys = [key for key in run.held_out if key != HELD_OUT][:COLOURS]
+    keys = [key for key in run.metrics.held_out if key != HELD_OUT][:COLOURS]
     curves = [
-        Curve(key.removeprefix("eval_").removesuffix("_loss"), run.held_out[key], colour(number), is_dotted=True)
+        Curve(
+            key.removeprefix("eval_").removesuffix("_loss"), run.metrics.held_out[key], colour(number), is_dotted=True
+        )
         for number, key in enumerate(keys)
     ]
     return draw(Chart(title="Held-out loss by source", unit=run.task.traits.loss_unit, curves=curves)) if curves else ""

@@ -8,7 +8,8 @@ from typing import NamedTuple
 
 from hfdist.tools.report.drawing.chart import Chart, Curve, colour, draw
 from hfdist.tools.report.reading.downsample import Point
-from hfdist.tools.report.reading.run_files import LOSS, TASK_FIGURES, RunFiles
+from hfdist.tools.report.reading.metric_lines import LOSS, TASK_FIGURES
+from hfdist.tools.report.reading.run_files import RunFiles
 
 _MOST_CHARTS = 20
 
@@ -42,7 +43,7 @@ _STYLES = {
 
 def task_charts(runs: Sequence[RunFiles]) -> list[str]:
     """Give a chart of each figure by step that some run has; the sum of rewards is in `loss_charts`."""
-    keys = list(dict.fromkeys(key for run in runs for key in (*run.figures, *run.held_out_figures)))
+    keys = list(dict.fromkeys(key for run in runs for key in (*run.metrics.figures, *run.metrics.held_out_figures)))
     known = [key for key in TASK_FIGURES if key in keys and key != "reward"]
     own = [key for key in keys if key not in TASK_FIGURES]
     charts = [_policy_loss(runs), *(_figure_chart(runs, key) for key in (known + own)[:_MOST_CHARTS])]
@@ -72,7 +73,9 @@ def _curves_of(runs: Sequence[RunFiles], number: int, training: list[Point], hel
 def _figure_chart(runs: Sequence[RunFiles], key: str) -> str:
     style = _STYLES.get(key) or FigureStyle(f"Reward {key.partition('/')[2]}", "mean of answers")
     curves = learning_curves(
-        runs, [run.figures.get(key, []) for run in runs], [run.held_out_figures.get(key, []) for run in runs]
+        runs,
+        [run.metrics.figures.get(key, []) for run in runs],
+        [run.metrics.held_out_figures.get(key, []) for run in runs],
     )
     chart = Chart(title=style.title, unit=style.unit, curves=curves)
     return draw(replace(chart, form="share", from_zero=True) if style.is_share else chart)
@@ -80,7 +83,7 @@ def _figure_chart(runs: Sequence[RunFiles], key: str) -> str:
 
 def _policy_loss(runs: Sequence[RunFiles]) -> str:
     """Draw the policy's loss, which is near 0 whatever the model can do, and no measure of it."""
-    points = [run.curve(LOSS) if run.task.traits.is_reinforcement else [] for run in runs]
+    points = [run.metrics.curve(LOSS) if run.task.traits.is_reinforcement else [] for run in runs]
     units = {run.task.traits.loss_unit for run in runs if run.task.traits.is_reinforcement}
     unit = units.pop() if len(units) == 1 else ""
     return draw(Chart(title="Policy loss", unit=unit, curves=learning_curves(runs, points, [[] for _ in runs])))

@@ -137,10 +137,15 @@ class Server(ThreadingHTTPServer):
 
     def process_request(self, request: Request, client_address: object) -> None:
         """Give each browser a thread, as long as there are not too many."""
-        if self._places.acquire(blocking=False):
-            super().process_request(request, client_address)
-        else:
+        if not self._places.acquire(blocking=False):
             self.shutdown_request(request)
+            return
+        try:
+            super().process_request(request, client_address)
+        except RuntimeError:
+            # No thread can be started now.
+            self._places.release()
+            raise
 
     def process_request_thread(self, request: Request, client_address: object) -> None:
         """Answer one browser."""

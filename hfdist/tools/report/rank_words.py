@@ -67,9 +67,10 @@ def _for_a_time(stretches: Sequence[Stretch], names: Sequence[str]) -> list[str]
     for rank, name in enumerate(names):
         own = [ratio[rank] if rank < len(ratio) else None for ratio in ratios]
         slow = [number for number, ratio in enumerate(own) if ratio is not None and ratio > _SLOW_FOR_A_TIME]
-        runs = [number for number in slow if number + 1 in slow]
-        if runs:
-            first, last = stretches[runs[0] + 1].first_step, stretches[runs[-1] + 2].last_step
+        # Of `ratios`, which lack the first stretch.
+        followed = [number for number in slow if number + 1 in slow]
+        if followed:
+            first, last = stretches[followed[0] + 1].first_step, stretches[followed[-1] + 2].last_step
             worst = max(own[number] or 0.0 for number in slow)
             texts.append(f"{name} was slow between step {first:.0f} and {last:.0f}: up to {worst:.1f} times the median")
     return texts[:_MOST_NAMED]

@@ -74,11 +74,11 @@ def _answers(lines: Sequence[_Line], others: Sequence[_Line]) -> str:
     cells = []
     for place, line in enumerate(lines[:_MOST_ANSWERS]):
         reward = number(line.get("reward"))
-        told = "" if reward is None else f"<small>reward {reward:.4g}</small>"
+        note = "" if reward is None else f"<small>reward {reward:.4g}</small>"
         other = str(others[place].get("text") or "") if place < len(others) else None
         is_episode = isinstance(line.get("turns"), list)
         shown = _said(line) if is_episode else f"<pre>{_marked(str(line.get('text') or ''), other)}</pre>"
-        cells.append(f"{shown}{told}")
+        cells.append(f"{shown}{note}")
     return "".join(cells)
 
 
@@ -129,8 +129,8 @@ def _row(line: _Line, keys: list[str]) -> str:
 
 def _said(line: _Line) -> str:
     """Give the answer; of an episode who says what, with what the model reads in another colour."""
-    given = line.get("turns")
-    turns = [turn for turn in given if isinstance(turn, dict)] if isinstance(given, list) else []
+    listed = line.get("turns")
+    turns = [turn for turn in listed if isinstance(turn, dict)] if isinstance(listed, list) else []
     if not turns:
         return f"<pre>{escaped_lines(line.get('text') or '', _LONGEST)}</pre>"
     said = ""

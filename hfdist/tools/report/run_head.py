@@ -5,8 +5,9 @@ from __future__ import annotations
 from hfdist.records import Event, RunFolder, State
 from hfdist.tools.report import event_words, rank_words
 from hfdist.tools.report.event_words import events_of
+from hfdist.tools.report.reading.metric_lines import HELD_OUT, LOSS
 from hfdist.tools.report.reading.rank_steps import PARTS
-from hfdist.tools.report.reading.run_files import HELD_OUT, LOSS, RunFiles
+from hfdist.tools.report.reading.run_files import RunFiles
 from hfdist.tools.report.sections import stall_share
 from hfdist.tools.report.text import escaped, instant, number
 from hfdist.units import count, duration, energy, mass, money, share, short
@@ -43,21 +44,21 @@ def figures(run: RunFiles) -> list[tuple[str, str]]:
     """Give the first figures of a run, each with its name; escaped."""
     found: list[tuple[str, str]] = []
     record = run.record
-    step = run.steps[-1] if run.steps else None
+    step = run.metrics.steps[-1] if run.metrics.steps else None
     if record is not None:
         done, most = number(record.step), number(record.max_steps)
         step = done or step
         if step is not None:
             found.append(("step", f"{step:,.0f}" + (f" <small>of {most:,.0f}</small>" if most else "")))
-        tokens = number(record.tokens) or (run.tokens[-1] if run.tokens else 0.0)
+        tokens = number(record.tokens) or (run.metrics.tokens[-1] if run.metrics.tokens else 0.0)
         # The part `data` counts tokens without padding.
-        is_padded = any(pool.get("filled", 1.0) < _LEAST_FILLED for pool in run.shares.values())
+        is_padded = any(pool.get("filled", 1.0) < _LEAST_FILLED for pool in run.metrics.shares.values())
         found.append(("tokens", short(tokens) + (" <small>with padding</small>" if is_padded else "")))
     elif step is not None:
         found.append(("step", f"{step:,.0f}"))
-    found += [(name, value) for name, value in _losses(run)]
+    found += _losses(run)
     for key, name, form in (("tokens_per_second", "tokens a second", short), ("mfu", "MFU", share)):
-        recent = [value for _, value in run.curve(key)[-50:] if value is not None]
+        recent = [value for _, value in run.metrics.curve(key)[-50:] if value is not None]
         if recent:
             found.append((name, form(sum(recent) / len(recent))))
     if record is not None:
@@ -69,23 +70,26 @@ def figures(run: RunFiles) -> list[tuple[str, str]]:
 
 def _losses(run: RunFiles) -> list[tuple[str, str]]:
     if run.task.traits.is_reinforcement:
-        curves = {"reward": run.figures.get("reward", []), "held-out reward": run.held_out_figures.get("reward", [])}
+        curves = {
+            "reward": run.metrics.figures.get("reward", []),
+            "held-out reward": run.metrics.held_out_figures.get("reward", []),
+        }
     else:
-        curves = {"loss": run.curve(LOSS), "held-out loss": run.held_out.get(HELD_OUT, [])}
+        curves = {"loss": run.metrics.curve(LOSS), "held-out loss": run.metrics.held_out.get(HELD_OUT, [])}
     known = {name: [value for _, value in points if value is not None] for name, points in curves.items()}
     found = [(name, f"{values[-1]:.4g}") for name, values in known.items() if values]
     for key in ("accuracies", "rewards/accuracies"):
-        right = [value for _, value in run.held_out_figures.get(key, []) if value is not None]
+        right = [value for _, value in run.metrics.held_out_figures.get(key, []) if value is not None]
         found += [("held-out accuracy", share(right[-1]))] if right else []
     return found
 
 
 def _seconds_left(run: RunFiles) -> float | None:
     most = None if run.record is None else number(run.record.max_steps)
-    recent = [value for _, value in run.curve("step_seconds")[-50:] if value is not None]
-    if most is None or not recent or not run.steps:
+    recent = [value for _, value in run.metrics.curve("step_seconds")[-50:] if value is not None]
+    if most is None or not recent or not run.metrics.steps:
         return None
-    return max(most - run.steps[-1], 0.0) * sum(recent) / len(recent)
+    return max(most - run.metrics.steps[-1], 0.0) * sum(recent) / len(recent)
 
 
 def _energy(run: RunFiles) -> list[tuple[str, str]]:
@@ -139,7 +143,7 @@ def findings(run: RunFiles) -> str:
 
 def _past_the_best(run: RunFiles) -> list[str]:
     """Say at which step a run was best, if its held-out measure is worse now."""
-    known = [(value, step) for step, value in run.held_out.get(HELD_OUT, []) if value is not None]
+    known = [(value, step) for step, value in run.metrics.held_out.get(HELD_OUT, []) if value is not None]
     if not known:
         return []
     (best, step), last = min(known), known[-1][0]

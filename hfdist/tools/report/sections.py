@@ -23,7 +23,7 @@ _LONGEST_SAMPLE = 800
 def stall_share(run: RunFiles) -> float:
     """Give the share of the training's time in which it stands still for saves, from 0 to 1."""
     stalls = sum(number(event.get("stall_seconds")) or 0.0 for event in events_of(run, Event.save))
-    trained = run.seconds[-1] if run.seconds else 0.0
+    trained = run.metrics.seconds[-1] if run.metrics.seconds else 0.0
     return stalls / (stalls + trained) if trained > 0 else 0.0
 
 
@@ -115,7 +115,7 @@ def events(run: RunFiles) -> str:
 def data(run: RunFiles) -> str:
     """Give the share of each pool of documents that was read, at the last save."""
     rows = []
-    for name, pool in list(run.shares.items())[:32]:
+    for name, pool in list(run.metrics.shares.items())[:32]:
         of_all = pool.get("share", 0.0)
         fill = f'<rect class="fill c0" width="{100 * min(max(of_all, 0.0), 1.0):.1f}%" height="10"/>'
         cells = [share(of_all), short(pool.get("tokens", 0.0)), f"{pool.get('epochs', 0.0):.2f}"]

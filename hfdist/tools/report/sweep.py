@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from hfdist.records.trials import NOTES, SETTINGS, Trial, TrialLog, rank_trials
+from hfdist.tools.report.reading.json_file import read_object
 from hfdist.tools.report.sweep_charts import draw_by_value
 from hfdist.tools.report.sweep_lines import draw_lines
 from hfdist.tools.report.text import escaped, number
@@ -19,7 +19,7 @@ _MOST_NOTES, _MOST_DRAWN, _MOST_ROWS = 8, 300, 100
 
 def read_trials(folder: Path) -> list[Trial]:
     """Read the trials of a sweep, the best first; where they have several lengths, the furthest first."""
-    settings = _settings(folder)
+    settings = read_object(folder / SETTINGS)
     sign = -1 if settings.get("direction") == "maximize" else 1
     has_lengths = settings.get("rungs", 1) != 1 or settings.get("sampler") == "pbt"
     trials = TrialLog(folder).trials
@@ -32,7 +32,7 @@ def read_trials(folder: Path) -> list[Trial]:
 
 def sweep(folder: Path) -> str:
     """Give the part of the page; nothing, if there are no trials."""
-    trials, settings = read_trials(folder), _settings(folder)
+    trials, settings = read_trials(folder), read_object(folder / SETTINGS)
     if not trials:
         return ""
     metric = str(settings.get("metric", "metric"))
@@ -43,14 +43,6 @@ def sweep(folder: Path) -> str:
     # One trial alone is no comparison.
     drawn = f"{draw_by_value(with_value, metric)}{draw_lines(with_value, metric)}" if len(with_value) > 1 else ""
     return f"<h2>Sweep <small>{words}</small></h2>{found}{drawn}{_table(trials, metric)}"
-
-
-def _settings(folder: Path) -> dict[str, object]:
-    try:
-        content = json.loads((folder / SETTINGS).read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return content if isinstance(content, dict) else {}
 
 
 def _best(trial: Trial, metric: str) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from hfdist.records.trials import Trial
 from hfdist.tools.report.drawing.chart import colour
@@ -10,8 +10,15 @@ from hfdist.tools.report.swept import Scale, swept_keys
 from hfdist.tools.report.text import escaped
 from hfdist.units import short
 
-_WIDTH, _HEIGHT, _TOP, _BOTTOM, _SIDE = 1000, 320, 24, 34, 70
-"""Of the picture and its margins, in its own unit."""
+_WIDTH, _HEIGHT = 1000, 320
+"""Size of the picture, in the unit of its view box."""
+_TOP, _BOTTOM, _SIDE = 24, 34, 70
+"""Margins around the axes: for the names below them, and for the values beside them."""
+_GOOD_SHARE = 0.25
+"""Share of the trials whose lines are not faint, the best ones."""
+
+_METRIC = ""
+"""Stands for the metric among the keys."""
 
 
 def draw_lines(trials: Sequence[Trial], metric: str) -> str:
@@ -22,26 +29,30 @@ def draw_lines(trials: Sequence[Trial], metric: str) -> str:
     scales = [Scale.of(key, [trial.values[key] for trial in trials if key in trial.values]) for key in keys]
     scales.append(Scale.of(metric, [trial.value for trial in trials]))
     places = [_SIDE + place * (_WIDTH - 2 * _SIDE) / (len(scales) - 1) for place in range(len(scales))]
-    # The best is drawn last, on top of the others.
-    lines = []
-    for rank, trial in reversed(list(enumerate(trials))):
-        values = [*(trial.values.get(key) for key in keys), trial.value]
-        points = " ".join(
-            f"{x:.1f},{_up(scale.share(value)):.1f}"
-            for x, scale, value in zip(places, scales, values, strict=True)
-            # A key that has no part in this trial.
-            if value is not None
-        )
-        is_good = 4 * rank < len(trials)
-        look = f'class="line {colour(0) if rank == 0 else "rest"}"' + ("" if is_good else ' opacity="0.3"')
-        lines.append(f'<polyline {look} points="{points}"><title>trial {trial.number}</title></polyline>')
+    axes_by_key = dict(zip([*keys, _METRIC], zip(places, scales, strict=True), strict=True))
+    lines = [
+        _line(trial, axes_by_key, is_best=rank == 0, is_good=rank < _GOOD_SHARE * len(trials))
+        for rank, trial in enumerate(trials)
+    ]
     axes = "".join(_axis(x, name, scale) for x, name, scale in zip(places, [*keys, metric], scales, strict=True))
     words = f"Each line is a trial, over its values and {escaped(metric)}; the best one is blue."
     words += " Those that are not in the best quarter are faint."
+    # The best is drawn last, on top of the others.
     return (
         f'<figure class="chart"><svg viewBox="0 0 {_WIDTH} {_HEIGHT}" role="img" aria-label="{words}" font-size="13" '
-        f'fill="currentColor">{"".join(lines)}{axes}</svg><p class="axis">{words}</p></figure>'
+        f'fill="currentColor">{"".join(reversed(lines))}{axes}</svg><p class="axis">{words}</p></figure>'
     )
+
+
+def _line(trial: Trial, axes: Mapping[str, tuple[float, Scale]], *, is_best: bool, is_good: bool) -> str:
+    """Draw a trial over the axes of its keys and of the metric."""
+    values = trial.values | {_METRIC: trial.value}
+    # A trial need not have all keys, and a value may be null.
+    points = " ".join(
+        f"{x:.1f},{_up(scale.share(values[key])):.1f}" for key, (x, scale) in axes.items() if key in values
+    )
+    look = f'class="line {colour(0) if is_best else "rest"}"' + ("" if is_good else ' opacity="0.3"')
+    return f'<polyline {look} points="{points}"><title>trial {trial.number}</title></polyline>'
 
 
 def _axis(x: float, name: str, scale: Scale) -> str:

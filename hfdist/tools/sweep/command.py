@@ -22,7 +22,8 @@ from hfdist.config.override_text import as_overrides
 from hfdist.config.paths import expand_user
 from hfdist.config.run import AUTO
 from hfdist.config.sweep import GROUP, SECTION, LauncherName, Sampler, SweepConfig, compose_sweep
-from hfdist.errors import ConfigError, HfdistError, PreemptedError
+from hfdist.errors import ConfigError, HfdistError, PreemptedError, ResourceError
+from hfdist.failures import is_full_disk
 from hfdist.processes.child_python import module
 from hfdist.processes.stop_signals import heard_signals
 from hfdist.records import RunFolder
@@ -66,7 +67,8 @@ cluster=NAME        sweep.launcher=slurm or ray: the machines of a trial, and cl
 All other arguments are overrides of the runs' config, as `hfdist pretrain` takes them; those with several values vary.
 The same command goes on with a sweep that was stopped or killed. Its folder is run.dir.
 
-Exit codes: 0 it has ended, 1 all trials have failed, 75 it was told to stop, 2 a mistake in the config.
+Exit codes: 0 it has ended, 1 all trials have failed, 75 it was told to stop, 2 a mistake in the config,
+7 the disk is full.
 """
 
 
@@ -144,7 +146,7 @@ def _check_trials(sweep: Sweep, cluster: ClusterConfig | None, *, is_offline: bo
     if sampler is Sampler.pbt:
         check_population(sweep.space, sweep.compose([]))
     if sampler is Sampler.grid:
-        sweep.space.grid()
+        sweep.space.grid(1)
     elif importlib.util.find_spec("optuna") is None:
         what, hint = "this sampler needs a package that is not installed", "pip install 'optuna>=5', or sweep=grid"
         raise ConfigError(what, where="sweep.sampler", found=sampler.value, hint=hint)
@@ -173,12 +175,18 @@ def _sweep(arguments: list[str]) -> None:
     line, sweep, launcher = parse_sweep(arguments)
     if line.is_offline:
         go_offline()
-    sweep.folder.mkdir(parents=True, exist_ok=True)
-    with ExitStack() as held:
-        held.callback(RunLock(sweep.folder).release)
-        keep_settings(sweep)
-        controller, has_ended = _run(sweep, launcher)
-        _tell_results(sweep, controller.log.trials)
+    try:
+        sweep.folder.mkdir(parents=True, exist_ok=True)
+        with ExitStack() as held:
+            held.callback(RunLock(sweep.folder).release)
+            keep_settings(sweep)
+            controller, has_ended = _run(sweep, launcher)
+            _tell_results(sweep, controller.log.trials)
+    except OSError as error:
+        if not is_full_disk(error):
+            raise
+        what, hint = "a file of the sweep cannot be written", "free space; then the same command goes on"
+        raise ResourceError(what, where=str(sweep.folder), found=error.strerror, hint=hint) from error
     if not has_ended:
         raise PreemptedError("the sweep was told to stop", where=str(sweep.folder), hint="the same command goes on")
     check_some_have_ended(sweep.folder, controller.log.trials)

@@ -48,7 +48,7 @@ class Controller:
             self._check(trial)
         self.most = self._config.trials
         if self._config.sampler is Sampler.grid:
-            self.most = min(self.most, len(sweep.space.grid()))
+            self.most = len(sweep.space.grid(self.most))
         self.most *= self._config.generations
         self._running: dict[int, LaunchedTrial] = {}
         """Trials that run, by their numbers."""
@@ -96,7 +96,7 @@ class Controller:
         """
         while True:
             for number, process in list(self._running.items()):
-                if process.has_ended:
+                if process.poll():
                     del self._running[number]
                     self._note(self.log.trials[number], process.rung, process.exit_code)
             while not self._is_told_to_stop and (slot := self._free_slot()) is not None:

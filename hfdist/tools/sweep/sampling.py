@@ -35,7 +35,7 @@ def choose_values(config: SweepConfig, space: Space, trials: Sequence[Trial]) ->
     """
     number = len(trials)
     if config.sampler is Sampler.grid:
-        return space.grid()[number]
+        return space.grid(number + 1)[number]
     # Imported here: only a sweep that chooses needs it.
     import optuna
 

@@ -11,9 +11,10 @@ Each value is then checked as an override of a run is.
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import islice
 
 from hydra.core.override_parser.types import ChoiceSweep, IntervalSweep, Override, RangeSweep
 from hydra.errors import HydraException
@@ -50,12 +51,13 @@ class Dimension:
         """Give the choices, or both ends of the interval."""
         return self.choices or ((int(self.low), int(self.high)) if self.is_whole else (self.low, self.high))
 
-    def has(self, value: Any) -> bool:
+    def has(self, value: object) -> bool:
         """Whether a trial may have this value, as Python or JSON has it."""
         if self.choices:
             return as_text(value) in self.texts
-        is_number = isinstance(value, int if self.is_whole else (int, float)) and not isinstance(value, bool)
-        return is_number and self.low <= value <= self.high
+        if isinstance(value, bool) or not isinstance(value, int if self.is_whole else (int, float)):
+            return False
+        return self.low <= value <= self.high
 
     def holds(self, values: Mapping[str, object]) -> bool:
         """Whether a trial with these other values has this key."""
@@ -81,13 +83,7 @@ def parse_dimension(key: str, text: str, where: str) -> Dimension:
     except HydraException as error:
         raise ConfigError("these are no values of a sweep", where=place, found=text, allowed=_ALLOWED) from error
     found = override._value if override.is_sweep_override() else None
-    when = None
-    if condition:
-        name, equals, value = condition.strip().partition("=")
-        if not equals or not value:
-            what, allowed = "this is no condition", "VALUES if KEY=VALUE"
-            raise ConfigError(what, where=place, found=condition, allowed=allowed)
-        when = (name, value)
+    when = _condition(condition, place) if condition else None
     if isinstance(found, IntervalSweep):
         return _interval(key, found, when, place)
     if isinstance(found, RangeSweep):
@@ -103,6 +99,13 @@ def parse_dimension(key: str, text: str, where: str) -> Dimension:
         choices = tuple(choice for place, choice in enumerate(choices) if choice not in choices[:place])
         return Dimension(key=key, choices=choices, condition=when)
     raise ConfigError("these are no values of a sweep", where=place, found=text, allowed=_ALLOWED)
+
+
+def _condition(text: str, place: str) -> tuple[str, str]:
+    key, equals, value = text.strip().partition("=")
+    if not equals or not value:
+        raise ConfigError("this is no condition", where=place, found=text, allowed="VALUES if KEY=VALUE")
+    return key, value
 
 
 def _interval(key: str, found: IntervalSweep, condition: tuple[str, str] | None, place: str) -> Dimension:
@@ -129,13 +132,17 @@ class Space:
     """All dimensions of a sweep; those that have a condition on others come last.
 
     Raises:
-        ConfigError: there are none, or a condition is on a key that does not vary so.
+        ConfigError: there are none, a key varies twice, or a condition is on a key that does not vary so.
     """
 
     def __init__(self, dimensions: Sequence[Dimension]) -> None:
         if not dimensions:
             what, hint = "nothing varies", "'optimizer.lr=choice(1e-4, 1e-3)'"
             raise ConfigError(what, where="sweep.space", allowed=_ALLOWED, hint=hint)
+        for key, number in Counter(one.key for one in dimensions).items():
+            if number > 1:
+                whole = "all values of a key in one place"
+                raise ConfigError("this key varies twice", where=key, found=f"{number} times", allowed=whole)
         self.dimensions = sorted(dimensions, key=lambda one: one.condition is not None)
         choices = {one.key: one.texts for one in dimensions if one.choices and one.condition is None}
         for one in dimensions:
@@ -147,8 +154,8 @@ class Space:
                 near = nearest(wanted, known, f"{name}={{}}")
                 raise ConfigError(what, where=one.key, found=f"{name}={wanted}", allowed=allowed, hint=near)
 
-    def grid(self) -> list[dict[str, object]]:
-        """Give all combinations.
+    def grid(self, most: int | None = None) -> list[dict[str, object]]:
+        """Give the combinations, at most the first `most`: there may be more than memory holds.
 
         Raises:
             ConfigError: an interval has too many values for that.
@@ -157,14 +164,7 @@ class Space:
             if not one.choices:
                 what, hint = "a grid takes choices", f"'{one.key}=choice({one.low:g}, {one.high:g})', or sweep=random"
                 raise ConfigError(what, where=one.key, found="an interval", hint=hint)
-        combinations: list[dict[str, object]] = [{}]
-        for one in self.dimensions:
-            combinations = [
-                grown
-                for values in combinations
-                for grown in ([{**values, one.key: c} for c in one.choices] if one.holds(values) else [values])
-            ]
-        return combinations
+        return list(islice(_combinations(self.dimensions, {}), most))
 
     def examples(self) -> Iterator[dict[str, object]]:
         """Give trials that have each extreme and each choice once, to be checked before anything starts."""
@@ -204,3 +204,16 @@ class Space:
 
     def _by_key(self, key: str) -> Dimension:
         return next(one for one in self.dimensions if one.key == key)
+
+
+def _combinations(dimensions: Sequence[Dimension], values: dict[str, object]) -> Iterator[dict[str, object]]:
+    """Give these values with each combination of choices of the dimensions, of which the last changes first."""
+    if not dimensions:
+        yield values
+        return
+    one, *others = dimensions
+    if not one.holds(values):
+        yield from _combinations(others, values)
+        return
+    for choice in one.choices:
+        yield from _combinations(others, {**values, one.key: choice})

@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 from pathlib import Path
 
 from hfdist.checkpoint import Keep, find_newest, prune, verify_together
 from hfdist.checkpoint.folder import by_held_out_loss, list_checkpoints, original_name, remove_unfinished, step_name
-from hfdist.collectives import on_rank_zero
+from hfdist.collectives import on_all_ranks, on_rank_zero, rank
+from hfdist.errors import CheckpointError
 from hfdist.records import RunFolder
 from hfdist.trainer.checkpointing.find import check_is_checkpoint, first_sound, newest_of
 from hfdist.trainer.checkpointing.save_options import SaveOptions
 from hfdist.trainer.training import Training
 
+logger = logging.getLogger(__name__)
+
 
 class CheckpointFolder:
-    """The folder of a run has no checkpoints but the run's own. A folder from Python may have those of others."""
+    """The checkpoints of one Trainer. A run's folder has no others, and one from Python those of earlier trainings."""
 
     def __init__(self, training: Training, options: SaveOptions) -> None:
         self._training, self._options = training, options
@@ -23,24 +27,20 @@ class CheckpointFolder:
         """Names of the checkpoints that this training has saved or gone on from."""
 
     @property
-    def _is_of_run(self) -> bool:
-        return self._options.run_values is not None
-
-    @property
     def path(self) -> Path:
         """The folder: within that of a run; from Python, where the original has it, a trial's too."""
         trainer = self._training.trainer
         folder = Path(trainer._get_output_dir(getattr(trainer, "_trial", None)))
-        return RunFolder(folder).checkpoints if self._is_of_run else folder
+        return RunFolder(folder).checkpoints if self._options.is_run else folder
 
     def path_of(self, step: int) -> Path:
         """Give the path of the checkpoint of a step."""
-        return self.path / (step_name if self._is_of_run else original_name)(step)
+        return self.path / (step_name if self._options.is_run else original_name)(step)
 
     # ---- the training's own checkpoints ----
 
     def begin(self) -> None:
-        """Know none, as a training begins."""
+        """Forget the checkpoints of an earlier training."""
         self._own_names = set()
 
     def add_own(self, checkpoint: Path) -> None:
@@ -55,14 +55,20 @@ class CheckpointFolder:
 
     def is_own(self, checkpoint: Path) -> bool:
         """Whether a checkpoint of the folder is of this training; one of an earlier start of the run is, too."""
-        return self._is_of_run or checkpoint.name in self._own_names
+        return self._options.is_run or checkpoint.name in self._own_names
 
     def find_own(self) -> Path | None:
-        """Give the newest checkpoint of this training that verifies; None: there is none. A collective."""
-        if self._is_of_run:
+        """Give the newest checkpoint of this training that verifies; None: none does. A collective."""
+        if not self._options.is_run:
+            own = on_rank_zero(lambda: [str(path) for path in list_checkpoints(self.path) if self.is_own(path)])
+            return first_sound(reversed(own))
+        try:
             return find_newest(self.path)
-        own = on_rank_zero(lambda: [str(path) for path in list_checkpoints(self.path) if self.is_own(path)])
-        return first_sound(reversed(own))
+        except CheckpointError as error:
+            # The run has another error to tell, for which it looks for a way back.
+            if rank() == 0:
+                logger.warning("%s", error)
+            return None
 
     def find_best(self) -> tuple[Path, float] | None:
         """Give the run's checkpoint with the lowest held-out loss that verifies, and the loss. A collective."""
@@ -79,8 +85,8 @@ class CheckpointFolder:
         if asked is True:
             return str(newest_of(self.path))
         path = Path(str(asked))
-        check_is_checkpoint(path)
-        if not self._is_of_run:
+        on_all_ranks(lambda: check_is_checkpoint(path), is_told=False)
+        if not self._options.is_run:
             # A run has verified what it gives.
             verify_together(path)
         return str(path)
@@ -105,7 +111,9 @@ class CheckpointFolder:
         if keep is None:
             return None
         # Not only the latest steps: an earlier training that went further may have used the folder.
-        named = {self.path_of(state.global_step).name, Path(state.best_model_checkpoint or "").name}
+        named = {self.path_of(state.global_step).name}
+        if state.best_model_checkpoint is not None:
+            named.add(Path(state.best_model_checkpoint).name)
         uploader = self._options.uploader
         return replace(keep, named=frozenset(named), held=frozenset() if uploader is None else uploader.held)
 

@@ -34,6 +34,11 @@ class SaveOptions:
     islands: IslandsConfig | None = None
     """Settings of an island, which trains the model with others; None: it trains alone."""
 
+    @property
+    def is_run(self) -> bool:
+        """Whether a run has the Trainer, with a config and a folder of its own; else a program has it."""
+        return self.run_values is not None
+
 
 class OuterState(Protocol):
     """State of a training that no engine has: of the island that the Trainer is, or of the objective."""

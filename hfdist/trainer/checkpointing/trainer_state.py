@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -18,17 +18,22 @@ def read_trainer_state(checkpoint: Path) -> TrainerState:
 
 
 @contextmanager
-def intervals_of(checkpoint: Path, args: TrainingArguments) -> Iterator[None]:
+def with_intervals_of(checkpoint: Path, args: TrainingArguments) -> Iterator[None]:
     """Give `args` the micro batch and the intervals of a checkpoint within the block.
 
     So transformers does not warn that they differ.
     """
     saved = read_trainer_state(checkpoint)
-    of_checkpoint = {"per_device_train_batch_size": int(saved.train_batch_size or 0)}
-    of_checkpoint |= {name: getattr(saved, name) for name in ("logging_steps", "eval_steps", "save_steps")}
-    original = {name: getattr(args, name) for name in of_checkpoint}
-    vars(args).update(of_checkpoint)
+    values = {name: getattr(saved, name) for name in ("logging_steps", "eval_steps", "save_steps")}
+    values["per_device_train_batch_size"] = saved.train_batch_size
+    before = {name: getattr(args, name) for name in values}
     try:
+        _set(args, values)
         yield
     finally:
-        vars(args).update(original)
+        _set(args, before)
+
+
+def _set(args: TrainingArguments, values: Mapping[str, object]) -> None:
+    for name, value in values.items():
+        setattr(args, name, value)

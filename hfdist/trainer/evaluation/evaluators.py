@@ -31,7 +31,7 @@ from hfdist.trainer.evaluation.generation import (
     load_metrics,
 )
 from hfdist.trainer.evaluation.loop import Measure
-from hfdist.trainer.generation.continuation import can_generate
+from hfdist.trainer.generation.continuation import can_use_cache
 from hfdist.trainer.generation.greedy import continue_prompts
 from hfdist.trainer.generation.limits import GenerationLimits, find_limits
 from hfdist.trainer.generation.targets import write_targets
@@ -88,7 +88,7 @@ def _make_generate(
 ) -> Generate:
     if config.task.name.traits.head is Head.targets:
         return partial(write_targets, limits=limits, model=model, topology=topology, rows_at_once=rows_at_once)
-    uses_cache = can_generate(model, topology)
+    uses_cache = can_use_cache(model, topology)
     return partial(continue_prompts, limits=limits, topology=topology, rows_at_once=rows_at_once, uses_cache=uses_cache)
 
 

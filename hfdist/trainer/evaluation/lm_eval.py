@@ -13,6 +13,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +78,10 @@ def _run_child(function: str, arguments: Mapping[str, object]) -> Any:
             errors="replace",
             check=False,
         )
-        said = json.loads(answer.read_text(encoding="utf-8")) if answer.is_file() else {}
+        said: dict[str, Any] = {}
+        # A disk that is full leaves a part of the answer.
+        with suppress(FileNotFoundError, ValueError):
+            said = json.loads(answer.read_text(encoding="utf-8"))
         if "answer" not in said:
             logger.debug("the evaluation harness says:\n%s", child.stderr)
             # Without an answer the process was killed, or has crashed.

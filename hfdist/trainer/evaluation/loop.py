@@ -97,42 +97,21 @@ class Evaluator:
     def _loss_figures(
         self, loaders: Mapping[str, Iterable[Batch]], forward: Forward, prefix: str
     ) -> dict[str, float | int]:
-        """Sum losses and targets over all batches of all ranks, each source by itself; no labels: no loss."""
-        training, trainer, objective = self._training, self._training.trainer, self._objective
-        # For each source: the sum of the losses, and the number of targets.
-        sums = torch.zeros((len(loaders), 2), dtype=torch.float64, device=training.args.device)
-        is_labelled, num_rows = True, 0
-        convention = self._weighted_loss.convention
+        """Measure the loss of all sources and of each, and what the objective measures besides; no labels: no loss."""
+        objective = self._objective
         if objective is not None:
             objective.begin_evaluation(chain.from_iterable(loaders.values()), forward)
-        if objective is not None and objective.evaluates_itself:
-            losses = objective.evaluate(forward)
-            self._num_rows = len(losses)
-            rewarded = {f"{prefix}_loss": sum(losses) / max(len(losses), 1)} | objective.measure(prefix)
-            self._tell(describe_figures(rewarded, prefix))
-            return {**rewarded}
-        for own, loader in zip(sums, loaders.values(), strict=True):
-            trainer.callback_handler.eval_dataloader = loader
-            for batch in loader:
-                num_rows += num_counted_rows(batch)
-                batch = batch if objective is None else objective.prepare(batch)
-                is_labelled = is_labelled and self._gives_loss(batch)
-                if is_labelled:
-                    convention = self._find_convention(batch, forward)
-                    for total, count in forward(batch, self._weighted_loss.summed):
-                        own += torch.stack([total, count.double()])
-                control = trainer.callback_handler.on_prediction_step(trainer.args, trainer.state, trainer.control)
-                trainer.control = control
-        num_alike = trainer.args.world_size // training.strategy.topology.data
-        self._num_rows = sum(gather_json(num_rows)) // num_alike
-        if not is_labelled:
-            logger.warning("eval_dataset has no %s, so there is no %s_loss", " and ".join(trainer.label_names), prefix)
+            if objective.evaluates_itself:
+                return self._figures_of_itself(objective, forward, prefix)
+        sums = self._sum_losses(loaders, forward)
+        if sums is None:
+            names = " and ".join(self._training.trainer.label_names)
+            logger.warning("eval_dataset has no %s, so there is no %s_loss", names, prefix)
             return {}
-        if dist.is_initialized():
-            dist.all_reduce(sums)
         total, count = sums.sum(0).tolist()
         loss = total / count if count else math.nan
         figures: dict[str, float | int] = {f"{prefix}_loss": loss}
+        convention = self._weighted_loss.convention
         if convention is not None and convention.is_of_tokens:
             figures |= {f"{prefix}_perplexity": perplexity(loss), f"{prefix}_tokens": int(count)}
         if objective is not None:
@@ -142,6 +121,40 @@ class Evaluator:
             if name:
                 figures[f"{prefix}_{name}_loss"] = part_total / part_count if part_count else math.nan
         return figures
+
+    def _figures_of_itself(self, objective: Objective, forward: Forward, prefix: str) -> dict[str, float | int]:
+        """Give the figures of an objective that evaluates examples in place of batches."""
+        losses = objective.evaluate(forward)
+        self._num_rows = len(losses)
+        figures = {f"{prefix}_loss": sum(losses) / max(len(losses), 1)} | objective.measure(prefix)
+        self._tell(describe_figures(figures, prefix))
+        return {**figures}
+
+    def _sum_losses(self, loaders: Mapping[str, Iterable[Batch]], forward: Forward) -> torch.Tensor | None:
+        """Sum losses and count targets over all batches of all ranks; None: some batches have no labels.
+
+        Gives float64 of shape [sources, 2].
+        """
+        training, trainer, objective = self._training, self._training.trainer, self._objective
+        sums = torch.zeros((len(loaders), 2), dtype=torch.float64, device=training.args.device)
+        is_labelled, num_rows = True, 0
+        for of_source, loader in zip(sums, loaders.values(), strict=True):
+            trainer.callback_handler.eval_dataloader = loader
+            for batch in loader:
+                num_rows += num_counted_rows(batch)
+                batch = batch if objective is None else objective.prepare(batch)
+                is_labelled = is_labelled and self._gives_loss(batch)
+                if is_labelled:
+                    self._find_convention(batch, forward)
+                    for total, count in forward(batch, self._weighted_loss.summed):
+                        of_source += torch.stack([total, count.double()])
+                control = trainer.callback_handler.on_prediction_step(trainer.args, trainer.state, trainer.control)
+                trainer.control = control
+        num_alike = trainer.args.world_size // training.strategy.topology.data
+        self._num_rows = sum(gather_json(num_rows)) // num_alike
+        if is_labelled and dist.is_initialized():
+            dist.all_reduce(sums)
+        return sums if is_labelled else None
 
     def _tell(self, words: str) -> None:
         logger.info("evaluated at step %d: %s", self._training.state.global_step, words)

@@ -19,6 +19,7 @@ import torch
 from hfdist.checkpoint import Replicas
 from hfdist.collectives import gather_json, world_size
 from hfdist.errors import NumericsError
+from hfdist.optim.rates import rate_of, set_rate
 from hfdist.trainer.checkpointing.checkpointer import Checkpointer
 from hfdist.trainer.checkpointing.trainer_state import read_trainer_state
 from hfdist.trainer.fault_tolerance.bit_comparison import find_differences
@@ -78,9 +79,10 @@ class NonfiniteGuard:
         self.was_taken = False
         """Whether the last step was taken: not while a loss scale is found, either. On all ranks alike."""
         self._loss_before: torch.Tensor | None = None
-        self._schedule_before: tuple[dict[str, object], list[float]] = {}, []
-        self._deferred = (False, False)
-        """An evaluation and a save that fell on skipped steps."""
+        self._schedule_before: dict[str, object] = {}
+        self._rates_before: list[float] = []
+        self._owes_evaluation = self._owes_save = False
+        """Whether one fell on a skipped step."""
 
     @property
     def is_sound(self) -> bool:
@@ -101,8 +103,8 @@ class NonfiniteGuard:
         self._is_finite = math.isfinite(norm) and norm >= 0
         if not self._is_finite:
             scheduler = self._training.schedule
-            rates = [group["lr"] for group in scheduler.optimizer.param_groups]
-            self._schedule_before = copy.deepcopy(scheduler.state_dict()), rates
+            self._schedule_before = copy.deepcopy(scheduler.state_dict())
+            self._rates_before = [rate_of(group) for group in scheduler.optimizer.param_groups]
             # Optimizers pass over parameters without gradients: no moment, step count or weight decay moves.
             self._training.optimizer.zero_grad(set_to_none=True)
             self._training.model.zero_grad(set_to_none=True)
@@ -121,10 +123,10 @@ class NonfiniteGuard:
 
     def _end_taken_step(self, step: int) -> bool:
         control = self._training.control
-        control.should_evaluate |= self._deferred[0]
-        control.should_save |= self._deferred[1]
-        if any(self._deferred):
-            self._deferred = False, False
+        control.should_evaluate |= self._owes_evaluation
+        control.should_save |= self._owes_save
+        if self._owes_evaluation or self._owes_save:
+            self._owes_evaluation = self._owes_save = False
             self._tell_watches()
         every = self._counter.limits.compare_replicas_every
         # Before what is kept, too: what is found later must have a sound checkpoint to go back to.
@@ -140,10 +142,9 @@ class NonfiniteGuard:
 
     def _end_skipped_step(self, step: int) -> bool:
         training, trainer, control = self._training, self._training.trainer, self._training.control
-        state, rates = self._schedule_before
-        training.schedule.load_state_dict(state)
-        for group, rate in zip(training.schedule.optimizer.param_groups, rates, strict=True):
-            group["lr"] = rate
+        training.schedule.load_state_dict(self._schedule_before)
+        for group, rate in zip(training.schedule.optimizer.param_groups, self._rates_before, strict=True):
+            set_rate(group, rate)
         own = [training.strategy.topology.data_rank, bool(torch.isfinite(trainer._tr_loss))]
         data_ranks = tuple(sorted({data_rank for data_rank, is_finite in gather_json(own) if not is_finite}))
         if training.args.fp16 and not data_ranks and self._loss_scale() > LEAST_LOSS_SCALE:
@@ -158,7 +159,8 @@ class NonfiniteGuard:
         self._log_skipped()
         if not control.should_training_stop:
             # Until a step is taken, the last checkpoint is of before what is wrong.
-            self._deferred = control.should_evaluate or self._deferred[0], control.should_save or self._deferred[1]
+            self._owes_evaluation |= control.should_evaluate
+            self._owes_save |= control.should_save
             control.should_evaluate = control.should_save = False
             self._tell_watches()
         is_too_many = self._counter.skip(skipped)
@@ -174,9 +176,9 @@ class NonfiniteGuard:
         scaler = self._training.accelerator.scaler
         if scaler is not None:
             return float(scaler.get_scale())
-        own = self._training.engine.extra_state()["loss_scaler"]
-        may_fall = own["dynamic"] and own["cur_scale"] > own["min_scale"]
-        return float(own["cur_scale"]) if may_fall else LEAST_LOSS_SCALE
+        of_deepspeed = self._training.engine.extra_state()["loss_scaler"]
+        may_fall = of_deepspeed["dynamic"] and of_deepspeed["cur_scale"] > of_deepspeed["min_scale"]
+        return float(of_deepspeed["cur_scale"]) if may_fall else LEAST_LOSS_SCALE
 
     # ---- going back ----
 
@@ -189,7 +191,7 @@ class NonfiniteGuard:
             self._checkpointer.data.write_ledger()
             raise failure()
         self._counter.roll_back(step)
-        self._deferred = False, False
+        self._owes_evaluation = self._owes_save = False
         if self._replicas is not None:
             # Before the data go back: what was kept after the checkpoint is no state of this run any more.
             moved = self._replicas.begin_line(checkpoint) or checkpoint

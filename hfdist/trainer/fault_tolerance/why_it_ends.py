@@ -26,7 +26,7 @@ def too_many_skipped(training: Training, counter: SkipCounter) -> NumericsError:
     names = on_rank_zero(lambda: _name_documents(training, skipped[0]))
     read = [f"it read {list_first(names, _MOST_NAMES)}"] if names else []
     run = shlex.quote(f"run={training.args.output_dir}")
-    audit = f"python recipes/audit.py {run} step={skipped[0].step}"
+    audit = f"hfdist audit {run} step={skipped[0].step}"
     look = f"{audit} shows the documents; {quarantine(names[:_MOST_NAMES])} takes some out; or " if names else ""
     return NumericsError(
         f"the loss or the gradient was not finite {len(skipped)} steps in a row, {_why_no_way_back(training, counter)}",

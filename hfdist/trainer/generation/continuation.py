@@ -15,18 +15,18 @@ from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
-import torch.distributed as dist
 from torch import nn
 from transformers import PreTrainedModel
 
-from hfdist.collectives import device_of, first_problem, world_size
+from hfdist.collectives import first_problem, world_size
 from hfdist.models.cache_check import find_cache_problem
 from hfdist.strategies.engine import Batch, Forward
 from hfdist.strategies.held import is_partitioned
 from hfdist.topology import Topology
 from hfdist.trainer.generation.limits import GenerationLimits
 from hfdist.trainer.generation.row_images import RowImages
-from hfdist.trainer.generation.score import BUDGETS, ROWS, Score, likeliest, logits_of, never
+from hfdist.trainer.generation.score import BUDGETS, LIKELIEST, ROWS, Choice, Score, likeliest, logits_of, never
+from hfdist.trainer.generation.shares import exchange
 from hfdist.trainer.generation.slots import Slots
 
 logger = logging.getLogger(__name__)
@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 _LENGTH_STEP_TOKENS = 64
 """Sequences are padded to a multiple of it, so that few shapes occur."""
 _TRIED: WeakKeyDictionary[PreTrainedModel, bool] = WeakKeyDictionary()
-"""What `can_generate` has found: rollouts and samples of one run ask for the same model."""
+"""What `can_use_cache` has found: rollouts and samples of one run ask for the same model."""
 
 
 def continue_rows(
@@ -42,8 +42,7 @@ def continue_rows(
     forward: Forward,
     limits: GenerationLimits,
     *,
-    score: Score = likeliest,
-    extras: Batch | None = None,
+    choice: Choice = LIKELIEST,
     images: RowImages | None = None,
     topology: Topology,
     rows_at_once: int,
@@ -55,32 +54,34 @@ def continue_rows(
         prompts: the same on all ranks of a model replica; the beginning of one that is too long is left out.
         forward: runs forwards in the layout.
         limits: where a continuation ends.
-        score: chooses the next token.
-        extras: what `score` needs of each row, tensors of shape [rows, ...]; and `BUDGETS`, if rows have their own.
+        choice: what chooses the next token of each row; it may say `BUDGETS`, if rows have their own.
         images: those of the rows, whose prompts are not too long; None: the run has none.
         topology: the place of this rank.
         rows_at_once: the most rows of this data rank in a forward.
-        uses_cache: whether they are continued with a cache where the layout lets it; see `can_generate`.
+        uses_cache: whether they are continued with a cache where the layout lets it; see `can_use_cache`.
 
     Returns:
         The new tokens of each row, the one that ended it included, on all ranks of the model replica.
     """
+    # For its error.
     limits.room()
-    most = torch.full((len(prompts),), limits.max_new_tokens)
-    needed = {ROWS: torch.arange(len(prompts)), BUDGETS: most, **(extras or {})}
-    rows = [limits.cut(prompt, own) for prompt, own in zip(prompts, needed[BUDGETS].tolist(), strict=True)]
-    score = score if images is None else never(score, images.tokens.ids.tolist())
-    arguments = (forward, limits, score, topology)
-    # TODO
-    uses_cache = uses_cache and images is None
-    written = _continue_in_slots(rows, needed, *arguments, rows_at_once) if uses_cache else []
-    # Also in a pipeline whose stages cannot have a cache each, which shows in the first call.
-    for start in range(0 if not written else len(rows), len(rows), rows_at_once):
+    score = choice.score if images is None else never(choice.score, images.tokens.ids.tolist())
+    budgets = torch.full((len(prompts),), limits.max_new_tokens)
+    needed = {ROWS: torch.arange(len(prompts)), BUDGETS: budgets, **choice.extras}
+    rows = [limits.cut(prompt, budget) for prompt, budget in zip(prompts, needed[BUDGETS].tolist(), strict=True)]
+    # No cache is tried with images.
+    if uses_cache and images is None:
+        written = _continue_in_slots(rows, needed, forward, limits, score, topology, rows_at_once)
+        if written is not None:
+            return written
+    recomputed: list[list[int]] = []
+    for start in range(0, len(rows), rows_at_once):
         some = slice(start, start + rows_at_once)
-        own = {name: values[some] for name, values in needed.items()}
+        part = {name: values[some] for name, values in needed.items()}
         seen = None if images is None else images.part(some)
-        written += [_up_to_end(tokens, limits) for tokens in _recompute_rows(rows[some], own, seen, *arguments)]
-    return written
+        tokens = _recompute_rows(rows[some], part, seen, forward, limits, score, topology)
+        recomputed += [_up_to_end(of_row, limits) for of_row in tokens]
+    return recomputed
 
 
 def _up_to_end(tokens: list[int], limits: GenerationLimits) -> list[int]:
@@ -88,35 +89,14 @@ def _up_to_end(tokens: list[int], limits: GenerationLimits) -> list[int]:
     return tokens[: len(before) + 1]
 
 
-def exchange(values: list[torch.Tensor], num_rows: int, num_tokens: int, topology: Topology) -> torch.Tensor:
-    """Give all ranks the tokens of all data ranks. A collective.
-
-    Args:
-        values: of this data rank's rows, [rows, tokens], in one part or more; empty if another rank has them.
-        num_rows: of each data rank; rows of `values` beyond it are left out.
-        num_tokens: of each row.
-        topology: the place of this rank.
-
-    Returns:
-        Tokens of shape [data ranks, rows, tokens], on the CPU.
-    """
-    # Token ids are not negative, and all ranks that know a row's tokens know the same.
-    device = device_of(None) if dist.is_initialized() else torch.device("cpu")
-    tokens = torch.full((topology.data, num_rows, num_tokens), -1, device=device)
-    if values:
-        tokens[topology.data_rank] = torch.cat(values)[:num_rows].to(device)
-    if dist.is_initialized():
-        dist.all_reduce(tokens, op=dist.ReduceOp.MAX)
-    return tokens.cpu()
-
-
-def can_generate(model: PreTrainedModel, topology: Topology) -> bool:
-    """Whether rows are continued with a cache. A collective, if there is a process group; a model is tried once.
-
-    Context ranks read parts of sequences. Stages of a pipeline are tried at the first generation.
-    """
-    if topology.context > 1 or topology.pipeline > 1:
-        return topology.context == 1
+def can_use_cache(model: PreTrainedModel, topology: Topology) -> bool:
+    """Whether rows are continued with a cache. A collective, if there is a process group; a model is tried once."""
+    if topology.context > 1:
+        # Each rank reads a part of a sequence.
+        return False
+    if topology.pipeline > 1:
+        # Stages are tried at the first generation.
+        return True
     if model not in _TRIED:
         # Ranks of different machines must not disagree.
         problem = first_problem(find_cache_problem(model))
@@ -134,11 +114,12 @@ def _continue_in_slots(
     score: Score,
     topology: Topology,
     rows_at_once: int,
-) -> list[list[int]]:
-    """Continue them with a cache; nothing comes of it in a pipeline that cannot."""
-    written: list[list[int]] = []
+) -> list[list[int]] | None:
+    """Continue the rows with a cache; None: a pipeline whose stages cannot have one each, which shows here."""
+    written: list[list[int]] | None = None
 
     def write(model: nn.Module, part: Batch) -> None:
+        nonlocal written
         inner: Any = getattr(model, "module", model)
         # ZeRO-3's forward compares its order of modules between ranks until it knows it, also where all weights are
         # whole. Ranks that share experts send each other tokens.
@@ -157,7 +138,7 @@ def _continue_in_slots(
         # Each length would be compiled anew.
         with torch.compiler.set_stance("force_eager"):
             # Tensor ranks have the same logits, so each knows the tokens without being told.
-            written.extend(slots.run())
+            written = slots.run()
 
     forward(extras, write, as_whole=True)
     return written
@@ -189,9 +170,9 @@ def _recompute_rows(
         choose = partial(next_tokens, score=score, num_before=num_before, of_images=tuple(seen))
         values = forward(batch, choose)
         new = exchange(values, len(rows), 1, topology).squeeze(-1)
-        for ids, most, token in zip(whole, extras[BUDGETS].tolist(), new[topology.data_rank].tolist(), strict=True):
-            # Later tokens of a row that has ended are dropped; beyond its budget the model may have no places for them.
-            if num_before < most:
+        for ids, budget, token in zip(whole, extras[BUDGETS].tolist(), new[topology.data_rank].tolist(), strict=True):
+            # Beyond its budget the model may have no positions. What follows an end token is cut off later.
+            if num_before < budget:
                 ids.append(token)
         is_done |= torch.isin(new, ends) | (budgets <= num_before + 1)
         if is_done.all():

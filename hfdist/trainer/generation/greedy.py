@@ -8,9 +8,10 @@ import torch
 
 from hfdist.strategies.engine import Forward
 from hfdist.topology import Topology
-from hfdist.trainer.generation.continuation import continue_rows, exchange
+from hfdist.trainer.generation.continuation import continue_rows
 from hfdist.trainer.generation.limits import GenerationLimits
 from hfdist.trainer.generation.row_images import RowImages
+from hfdist.trainer.generation.shares import join_shares, share_of_rank
 
 
 def continue_prompts(
@@ -30,22 +31,15 @@ def continue_prompts(
     """
     if not prompts:
         return []
-    share = -(-len(prompts) // topology.data)
-    places = range(topology.data_rank * share, (topology.data_rank + 1) * share)
-    # Copies of the first one fill up the shares to equal sizes.
-    own = [place if place < len(prompts) else 0 for place in places]
+    images_of_share = None if images is None else RowImages(images.tokens, share_of_rank(images.rows, topology))
     written = continue_rows(
-        [prompts[place] for place in own],
+        share_of_rank(prompts, topology),
         forward,
         limits,
-        images=None if images is None else RowImages(images.tokens, [images.rows[place] for place in own]),
+        images=images_of_share,
         topology=topology,
         rows_at_once=rows_at_once,
         uses_cache=uses_cache,
     )
     padded = torch.tensor([tokens + [-1] * (limits.max_new_tokens - len(tokens)) for tokens in written])
-    everyones = exchange([padded], share, limits.max_new_tokens, topology).flatten(0, 1)
-    return [
-        [token for token in tokens if token >= 0 and token not in limits.end_ids]
-        for tokens in everyones[: len(prompts)].tolist()
-    ]
+    return join_shares([padded], len(prompts), limits, topology)

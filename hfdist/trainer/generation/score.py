@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -21,9 +22,22 @@ number is one for all rows, or int64 of shape [rows, 1].
 """
 
 
+@dataclass(frozen=True)
+class Choice:
+    """What chooses the next token of each row."""
+
+    score: Score
+    extras: Batch = field(default_factory=dict)
+    """What it needs of each row: tensors of shape [rows, ...]."""
+
+
 def likeliest(logits: torch.Tensor, extras: Batch, num_before: int | torch.Tensor) -> torch.Tensor:
     """Score tokens for greedy decoding."""
     return logits
+
+
+LIKELIEST = Choice(likeliest)
+"""Greedy decoding."""
 
 
 def logits_of(outputs: Any) -> torch.Tensor:

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from itertools import accumulate, groupby, islice, pairwise
+from itertools import accumulate, compress, groupby, islice, pairwise
+from operator import attrgetter
 from typing import NamedTuple
 
 import torch
@@ -60,7 +61,7 @@ class Slots:
         self._model, self._prompts, self._extras, self._device = model, prompts, extras, extras[ROWS].device
         self._budgets: list[int] = extras[BUDGETS].tolist()
         self._limits, self._score, self._num_slots, self._waits = limits, score, num_slots, waits
-        self._numbers = list(accumulate((own != before for before, own in pairwise(prompts)), initial=0))
+        self._numbers = list(accumulate((prompt != before for before, prompt in pairwise(prompts)), initial=0))
         """A number for each row, the same for neighbours with equal prompts."""
         self._waiting = deque(range(len(prompts)))
         self._read: dict[int, _Prompt] = {}
@@ -94,13 +95,12 @@ class Slots:
             logits = self._forward(cache, list(unread.values()))
             self._read |= {number: _Prompt(cache, row, logits[row]) for row, number in enumerate(unread)}
         read = [self._read[self._numbers[row]] for row in rows]
-        goes_on = self._choose(torch.stack([one.logits for one in read]), rows)
-        going = [place for place, own in enumerate(goes_on) if own]
-        for cache, places in groupby(going, key=lambda place: read[place].cache):
-            self._cache.add(cache, [read[place].row for place in places])
-        self._live += [rows[place] for place in going]
+        goes_on = self._choose(torch.stack([prompt.logits for prompt in read]), rows)
+        for cache, prompts in groupby(compress(read, goes_on), key=attrgetter("cache")):
+            self._cache.add(cache, [prompt.row for prompt in prompts])
+        self._live += compress(rows, goes_on)
         awaited = [self._numbers[row] for row in islice(self._waiting, 1)]
-        self._read = {number: one for number, one in self._read.items() if number in awaited}
+        self._read = {number: prompt for number, prompt in self._read.items() if number in awaited}
 
     def _step(self) -> None:
         """Continue each live row by a token."""
@@ -109,13 +109,13 @@ class Slots:
         logits = self._forward(self._cache, [self._written[row][-1:] for row in self._live], lengths)
         goes_on = self._choose(logits, self._live)
         if not all(goes_on):
-            order = self._cache.keep([place for place, own in enumerate(goes_on) if own])
-            self._live = [self._live[place] for place in order]
+            order = self._cache.keep(list(compress(range(len(goes_on)), goes_on)))
+            self._live = [self._live[slot] for slot in order]
 
     def _choose(self, logits: torch.Tensor, rows: Sequence[int]) -> list[bool]:
         """Write the next token of each of these rows; give for each whether it goes on."""
-        own, before = self._tensor([list(rows), [len(self._written[row]) for row in rows]])
-        extras = {name: values[own] for name, values in self._extras.items()}
+        chosen, before = self._tensor([list(rows), [len(self._written[row]) for row in rows]])
+        extras = {name: values[chosen] for name, values in self._extras.items()}
         tokens = self._score(logits.float(), extras, before[:, None]).argmax(-1)
         if self._share is not None:
             tokens = self._share(tokens)
@@ -133,7 +133,7 @@ class Slots:
         if self._waits:
             self._does_any_go_on(True)
         num_tokens = max(map(len, tokens))
-        ids = [[0] * (num_tokens - len(own)) + list(own) for own in tokens]
+        ids = [[0] * (num_tokens - len(of_row)) + list(of_row) for of_row in tokens]
         known = list(map(len, tokens)) if lengths is None else list(lengths)
         return next_logits(self._model, cache, self._tensor(ids), self._tensor(known))
 

@@ -16,8 +16,8 @@ from hfdist.collectives import gather_json
 from hfdist.models.target_loss import pad_pairs
 from hfdist.strategies.engine import Batch, Forward
 from hfdist.topology import Topology
-from hfdist.trainer.generation.continuation import exchange
 from hfdist.trainer.generation.limits import GenerationLimits
+from hfdist.trainer.generation.shares import join_shares, share_of_rank
 
 _READ = "read"
 """Key in a batch: what a decoder has before the next token; shape [rows, tokens]."""
@@ -44,19 +44,12 @@ def write_targets(
     """
     if not sources:
         return []
-    share = -(-len(sources) // topology.data)
-    places = range(topology.data_rank * share, (topology.data_rank + 1) * share)
-    # Copies of the first one fill up the shares to equal sizes.
-    own = [list(sources[place] if place < len(sources) else sources[0])[: limits.most_tokens] for place in places]
+    share = [list(source)[: limits.most_tokens] for source in share_of_rank(sources, topology)]
     parts = [
-        _write(own[start : start + rows_at_once], forward, limits, _beginning(model))
-        for start in range(0, share, rows_at_once)
+        _write(share[start : start + rows_at_once], forward, limits, _beginning(model))
+        for start in range(0, len(share), rows_at_once)
     ]
-    everyones = exchange(parts, share, limits.max_new_tokens, topology).flatten(0, 1)
-    return [
-        [token for token in tokens if token >= 0 and token not in limits.end_ids]
-        for tokens in everyones[: len(sources)].tolist()
-    ]
+    return join_shares(parts, len(sources), limits, topology)
 
 
 def _beginning(model: PreTrainedModel) -> list[int]:

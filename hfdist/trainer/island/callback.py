@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping
 from typing import cast
 
@@ -18,7 +18,7 @@ from hfdist.trainer.checkpointing.checkpointer import Checkpointer
 from hfdist.trainer.training import Training
 
 
-class IslandCallback(TrainerCallback):
+class IslandCallback(TrainerCallback, ABC):
     """Lets one Trainer train with other islands. All ranks call its methods together."""
 
     def __init__(self, training: Training, checkpointer: Checkpointer, config: IslandsConfig) -> None:
@@ -42,10 +42,10 @@ class IslandCallback(TrainerCallback):
 
     def _go_on_from(self, found: Mapping[str, object], state: TrainerState, control: TrainerControl) -> None:
         """Go on where another island is; PeerError: what it says of that cannot be."""
-        given = Message(found)
+        message = Message(found)
         try:
-            step = given.integer("step", most=state.max_steps)
-            given.integer("schedule_steps", most=state.max_steps)
+            step = message.integer("step", most=state.max_steps)
+            message.integer("schedule_steps", most=state.max_steps)
             self._checkpointer.load_progress(found)
         except (KeyError, TypeError, ValueError, AttributeError, CheckpointError) as error:
             what, hint = "the state of another island cannot be used", "the same command goes on from its checkpoint"

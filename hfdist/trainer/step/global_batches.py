@@ -81,17 +81,17 @@ class GlobalBatches(IterableDataset[object]):
         share: what this rank has of a global batch.
         seed: of the data.
         is_training: whether the order changes from one pass to the next.
-        kept: what else the loader was made with.
+        settings: what else the loader was made with.
     """
 
     def __init__(
-        self, loader: DataLoader[Any], share: Share, *, seed: int, is_training: bool, kept: Mapping[str, Any]
+        self, loader: DataLoader[Any], share: Share, *, seed: int, is_training: bool, settings: Mapping[str, Any]
     ) -> None:
         self._rows, self._share, self._is_training = SameRows(loader.dataset, seed), share, is_training
         self.source: Any = loader.dataset
         # Whole global batches, so that it does not depend on the layout which worker's rows are in a step.
         self._loader: DataLoader[object] = DataLoader(
-            self._rows, batch_size=share.num_rows, collate_fn=share, **{**kept, "generator": torch.Generator()}
+            self._rows, batch_size=share.num_rows, collate_fn=share, **{**settings, "generator": torch.Generator()}
         )
 
     def __iter__(self) -> Iterator[object]:

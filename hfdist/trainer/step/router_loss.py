@@ -63,11 +63,11 @@ class RouterLoss:
         self._loss = routers.loss if self._sums_targets else replace(routers.loss, coefficient=0.0)
         self._is_counting = self._is_agreed = False
         self._batches, self._counted, self._weights = [], None, None
-        self._own = self._zeros(0)
+        self._counted_here = self._zeros(0)
         """What this rank has counted, and not told the others; rows as in `RoutingSums`."""
-        self._all = self._zeros(0)
+        self._counted_by_all = self._zeros(0)
         """What all have counted since the last reading."""
-        self._num_steps, self._sum = 0, torch.zeros((), device=self._training.args.device)
+        self._num_steps, self._loss_sum = 0, torch.zeros((), device=self._training.args.device)
         """Sum of the steps' losses since then, before they are multiplied by the coefficient."""
 
     def begin_step(self, batches: list[Batch]) -> None:
@@ -75,7 +75,7 @@ class RouterLoss:
         if self._routers is None:
             return
         # Only the first is changed in place.
-        self._before = self._own.clone(), self._all, self._num_steps, self._sum
+        self._before = self._counted_here.clone(), self._counted_by_all, self._num_steps, self._loss_sum
         if not self._sums_targets:
             return
         for batch in batches:
@@ -88,14 +88,17 @@ class RouterLoss:
     def skip_step(self) -> None:
         """Leave the last step out of the figures."""
         if self._routers is not None:
-            own, self._all, self._num_steps, self._sum = self._before
-            self._own = _widened(own, self._own.shape[1])
+            counted_here, self._counted_by_all, self._num_steps, self._loss_sum = self._before
+            self._counted_here = _widened(counted_here, self._counted_here.shape[1])
 
     def forget(self) -> None:
         """Begin the figures anew."""
         if self._routers is not None:
-            self._own, self._all = torch.zeros_like(self._own), torch.zeros_like(self._all)
-            self._num_steps, self._sum = 0, torch.zeros_like(self._sum)
+            self._counted_here, self._counted_by_all = (
+                torch.zeros_like(self._counted_here),
+                torch.zeros_like(self._counted_by_all),
+            )
+            self._num_steps, self._loss_sum = 0, torch.zeros_like(self._loss_sum)
 
     def training(self, hooks: TrainerHooks) -> AbstractContextManager[None]:
         """Put around forward and backward of a micro batch. A collective at the first of a step."""
@@ -165,8 +168,8 @@ class RouterLoss:
         if not routings:
             return None
         if self._weights is None:
-            self._own = _widened(self._own, max(routing.logits.shape[-1] for routing in routings))
-            self._loss.count(routings, self._counted, RoutingSums.of(self._own))
+            self._counted_here = _widened(self._counted_here, max(routing.logits.shape[-1] for routing in routings))
+            self._loss.count(routings, self._counted, RoutingSums.of(self._counted_here))
         if self._is_counting or not self._loss.coefficient:
             return None
         if self._weights is None:
@@ -180,17 +183,17 @@ class RouterLoss:
         totals = RoutingSums.of(whole)
         self._weights = self._loss.weights(totals)
         self._num_steps += 1
-        self._sum = self._sum + self._weights @ totals.probabilities / self._loss.coefficient
-        self._all = _widened(self._all, whole.shape[1]) + whole
+        self._loss_sum = self._loss_sum + self._weights @ totals.probabilities / self._loss.coefficient
+        self._counted_by_all = _widened(self._counted_by_all, whole.shape[1]) + whole
 
     def _reduce(self) -> torch.Tensor:
         """Add up what ranks have counted; a tensor group has counted the same."""
         if not self._is_agreed and dist.is_initialized():
-            width = torch.tensor(self._own.shape[1], device=self._own.device)
+            width = torch.tensor(self._counted_here.shape[1], device=self._counted_here.device)
             dist.all_reduce(width, op=dist.ReduceOp.MAX)
-            self._own = _widened(self._own, int(width))
+            self._counted_here = _widened(self._counted_here, int(width))
         self._is_agreed = True
-        whole, self._own = self._own, torch.zeros_like(self._own)
+        whole, self._counted_here = self._counted_here, torch.zeros_like(self._counted_here)
         if dist.is_initialized():
             dist.all_reduce(whole)
         return whole / self._training.trainer.get_tp_size()
@@ -199,7 +202,7 @@ class RouterLoss:
         """Give figures of the steps since the last reading, for a line of metrics. A collective."""
         if self._routers is None:
             return {}
-        whole = self._all if self._loss.coefficient else self._reduce()
+        whole = self._counted_by_all if self._loss.coefficient else self._reduce()
         counts = RoutingSums.of(whole).choices
         counts = counts[counts.sum(1) > 0]
         if not len(counts):
@@ -207,7 +210,7 @@ class RouterLoss:
         loads = counts / counts.mean(1, keepdim=True)
         figures = {"expert_load_max": loads.amax(1).mean(), "expert_load_min": loads.amin(1).mean()}
         if self._num_steps:
-            figures["router_aux_loss"] = self._sum / self._num_steps
+            figures["router_aux_loss"] = self._loss_sum / self._num_steps
         self.forget()
         return {name: float(value) for name, value in figures.items()}
 

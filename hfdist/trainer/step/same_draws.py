@@ -4,15 +4,21 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
 from torch.utils.data import IterableDataset, RandomSampler, Sampler, SequentialSampler, get_worker_info
 
 T = TypeVar("T")
-_States = tuple[tuple[object, ...], Any, torch.Tensor]
-"""States of `random`, numpy and torch."""
+
+
+class _States(NamedTuple):
+    """States of the generators that a program draws from."""
+
+    python: tuple[object, ...]
+    numpy: Any
+    torch: torch.Tensor
 
 
 def drawing_from(seed: int, begin: Callable[[], Iterator[T]]) -> Iterator[T]:
@@ -20,20 +26,20 @@ def drawing_from(seed: int, begin: Callable[[], Iterator[T]]) -> Iterator[T]:
 
     Outside of it these generators go on as if nothing had been drawn.
     """
-    own: _States | None = None
+    inner: _States | None = None
     items: Iterator[T] | None = None
     while True:
         outer = _states()
         try:
-            if own is None or items is None:
+            if inner is None or items is None:
                 random.seed(seed)
                 np.random.seed(seed % 2**32)
                 torch.default_generator.manual_seed(seed)
                 items = begin()
             else:
-                _restore(own)
+                _restore(inner)
             item = next(items)
-            own = _states()
+            inner = _states()
         except StopIteration:
             return
         finally:
@@ -42,13 +48,13 @@ def drawing_from(seed: int, begin: Callable[[], Iterator[T]]) -> Iterator[T]:
 
 
 def _states() -> _States:
-    return random.getstate(), np.random.get_state(), torch.default_generator.get_state()
+    return _States(random.getstate(), np.random.get_state(), torch.default_generator.get_state())
 
 
 def _restore(states: _States) -> None:
-    random.setstate(states[0])
-    np.random.set_state(states[1])
-    torch.default_generator.set_state(states[2])
+    random.setstate(states.python)
+    np.random.set_state(states.numpy)
+    torch.default_generator.set_state(states.torch)
 
 
 class SameOrder(Sampler[T]):

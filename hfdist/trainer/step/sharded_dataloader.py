@@ -26,9 +26,9 @@ from hfdist.trainer.step.global_batches import Collate, GlobalBatches, Share, as
 from hfdist.trainer.step.loss import NUM_ROWS, ignored_like
 from hfdist.trainer.step.same_draws import same_on_all_ranks
 
-_KEPT = ("num_workers", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context", "generator",
+_COPIED = ("num_workers", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context", "generator",
          "prefetch_factor", "persistent_workers", "pin_memory_device", "in_order")  # fmt: skip
-"""Attributes of a loader that one made in its place has, too."""
+"""Settings of a loader that one made in its place gets, too."""
 
 
 class _Rows(Protocol):
@@ -162,7 +162,7 @@ class Dealing:
             loader.generator = torch.Generator()
         # Else it is the seed that torch has now, in a pipeline of each stage another.
         accelerator.dataloader_config.data_seed = self.seed
-        kept = {name: getattr(loader, name) for name in _KEPT if hasattr(loader, name)}
+        copied = {name: getattr(loader, name) for name in _COPIED if hasattr(loader, name)}
         if isinstance(loader.dataset, IterableDataset):
             if loader.batch_size is None:
                 return before(loader)
@@ -174,7 +174,7 @@ class Dealing:
                 rank=self.topology.data_rank,
                 num_ranks=self.topology.data,
             )
-            batches = GlobalBatches(loader, share, seed=self.seed, is_training=self.is_training, kept=kept)
+            batches = GlobalBatches(loader, share, seed=self.seed, is_training=self.is_training, settings=copied)
             whole: DataLoader[object] = DataLoader(batches, batch_size=None, collate_fn=as_it_is)
             return prepare_for_data_ranks(accelerator, whole, num_ranks=1, rank=0)
         is_plain = isinstance(loader.batch_sampler, BatchSampler)
@@ -188,7 +188,7 @@ class Dealing:
             CountedRows(loader.dataset),
             batch_sampler=ShardedBatches(loader.batch_sampler, self.topology),
             collate_fn=CountingCollator(loader.collate_fn, self.label_names),
-            **kept,
+            **copied,
         )
         return prepare_for_data_ranks(accelerator, sharded, num_ranks=1, rank=0)
 
@@ -201,7 +201,9 @@ def dealing(accelerator: Accelerator, how: Dealing) -> Iterator[None]:
     def prepare(
         data_loader: DataLoader[Any], device_placement: object = None, slice_fn_for_dispatch: object = None
     ) -> object:
-        return how.prepare(accelerator, data_loader, lambda own: before(own, device_placement, slice_fn_for_dispatch))
+        return how.prepare(
+            accelerator, data_loader, lambda loader: before(loader, device_placement, slice_fn_for_dispatch)
+        )
 
     accelerator.prepare_data_loader = prepare
     try:

@@ -20,10 +20,10 @@ from hfdist.data.documents.examples import Example
 from hfdist.models import TrainableParameters, build_model, find_architecture
 from hfdist.models.resolve import resolve_model
 from hfdist.models.stacked_experts import use_products
-from hfdist.models.tokenizer import load_tokenizer
+from hfdist.models.tokenizer import load_pretrained_tokenizer
 from hfdist.strategies.engine import Batch, Value
 from hfdist.topology import Topology
-from hfdist.trainer.generation.continuation import can_generate
+from hfdist.trainer.generation.continuation import can_use_cache
 from hfdist.trainer.generation.sampling import Sampler, Sampling
 from hfdist.tune.acting import Acting
 from hfdist.tune.answer import Answer
@@ -60,7 +60,7 @@ class Generator:
             limits=settings.limits,
             sampling=Sampling.of(self._config.task),
             topology=Topology(),
-            uses_cache=can_generate(self._model, Topology()),
+            uses_cache=can_use_cache(self._model, Topology()),
             records=True,
         )
         self._acting: Acting | None = None
@@ -127,9 +127,7 @@ class Generator:
 
 
 def _load_tokenizer(settings: Settings) -> PreTrainedTokenizerBase:
-    model = settings.config.model
-    # It is in a folder of its own, so that none is trained.
-    return load_tokenizer(model, corpus_id="", texts=lambda _: (), cache_dir=cache_dir(settings.config.data))
+    return load_pretrained_tokenizer(settings.config.model, cache_dir=cache_dir(settings.config.data))
 
 
 def _build(settings: Settings) -> PreTrainedModel:

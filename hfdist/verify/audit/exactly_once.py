@@ -56,15 +56,7 @@ class Audit:
         # Earlier checkpoints are of what was read before the ledger begins.
         later = [(step, cursor) for step, cursor in cursors if cursor.samples > begin]
         self._cursors = sorted(later, key=lambda pair: pair[1].samples)
-        for step, cursor in self._cursors:
-            if cursor.identity != identity:
-                raise DataError(
-                    "the data, the tokenizer or data.* have changed since the run",
-                    where=f"the checkpoint of step {step}",
-                    found=identity,
-                    allowed=cursor.identity,
-                    hint="an audit needs the data as the run read them",
-                )
+        _check_identity(self._cursors, identity)
         self._ledger, self._corpus, self._plan = ledger, corpus, plan
         self._lanes = len(ledger)
         self.discrepancies, self.totals = Discrepancies(corpus), LedgerSums(corpus)
@@ -74,18 +66,13 @@ class Audit:
         """Not 0: the run began from another run's checkpoint. A run begins with a whole step: a sequence of that step
         that has no records is missing."""
         end = _end_sample(ledger)
-        self._ends = [
-            self._newest[lane].sequences if lane in self._newest
-            else self._before(end, lane) if takes_turns
-            else int(own["sequence"][-1]) + 1 if len(own) else 0
-            for lane, own in enumerate(ledger)
-        ]  # fmt: skip
+        self._ends = [self._end_of_lane(lane, end, takes_turns=takes_turns) for lane in range(self._lanes)]
         """Sequences of each lane up to the end of what was audited."""
         begins = [self._before(self.first_sample, lane) for lane in range(self._lanes)]
-        self.num_sequences = sum(max(end - begin, 0) for begin, end in zip(begins, self._ends, strict=True))
+        self.num_sequences = sum(max(stop - start, 0) for start, stop in zip(begins, self._ends, strict=True))
         last = max((number - 1) * self._lanes + lane for lane, number in enumerate(self._ends))
         # An island has the records of its own lanes alone, and the numbers of all.
-        with_records = sum(len(own) > 0 for own in ledger)
+        with_records = sum(len(records) > 0 for records in ledger)
         _check_number(last + 1 - self.first_sample, sum(map(len, ledger)) * self._lanes // with_records)
         self._num_turns = max(last + 1 - self.first_sample, 0)
 
@@ -131,6 +118,15 @@ class Audit:
             finished[lane] = found.finished
         return finished
 
+    def _end_of_lane(self, lane: int, end_sample: int, *, takes_turns: bool) -> int:
+        """How many sequences a lane has up to the end of what is audited; `end_sample`: where the ledger ends."""
+        if lane in self._newest:
+            return self._newest[lane].sequences
+        if takes_turns:
+            return self._before(end_sample, lane)
+        records = self._ledger[lane]
+        return int(records["sequence"][-1]) + 1 if len(records) else 0
+
     def _before(self, samples: int, lane: int) -> int:
         """How many of the first `samples` sequences of a run are a lane's, if lanes take turns."""
         return (samples - lane + self._lanes - 1) // self._lanes
@@ -174,8 +170,8 @@ class Audit:
     def _last_sample(self, turns: Integers, lane: int, pool: int) -> int:
         """The lane's last sequence of a pool; -1: it has none."""
         first = (lane - self.first_sample) % self._lanes
-        own = np.flatnonzero(turns[first :: self._lanes] == pool)
-        return self.first_sample + first + int(own[-1]) * self._lanes if len(own) else -1
+        numbers = np.flatnonzero(turns[first :: self._lanes] == pool)
+        return self.first_sample + first + int(numbers[-1]) * self._lanes if len(numbers) else -1
 
     def _check_plan(self) -> None:
         """All lanes together have each document of a pool once in an epoch."""
@@ -190,13 +186,26 @@ class Audit:
                 self.discrepancies.add_documents(Discrepancy.unplanned, documents, "")
 
 
+def _check_identity(cursors: Iterable[tuple[int, Cursor]], identity: str) -> None:
+    for step, cursor in cursors:
+        if cursor.identity != identity:
+            raise DataError(
+                "the data, the tokenizer or data.* have changed since the run",
+                where=f"the checkpoint of step {step}",
+                found=identity,
+                allowed=cursor.identity,
+                hint="an audit needs the data as the run read them",
+            )
+
+
 def first_sample(ledger: Sequence[Records]) -> int:
     """Number of the first sequence of a ledger in its run."""
-    return min(int(own["sequence"][0]) * len(ledger) + lane for lane, own in enumerate(ledger) if len(own))
+    return min(int(records["sequence"][0]) * len(ledger) + lane for lane, records in enumerate(ledger) if len(records))
 
 
 def _end_sample(ledger: Sequence[Records]) -> int:
-    return max(int(own["sequence"][-1]) * len(ledger) + lane for lane, own in enumerate(ledger) if len(own)) + 1
+    last = (int(records["sequence"][-1]) * len(ledger) + lane for lane, records in enumerate(ledger) if len(records))
+    return max(last) + 1
 
 
 def _check_number(num_sequences: int, num_records: int) -> None:

@@ -92,14 +92,7 @@ class _LaneAudit:
 
     def _readable(self, records: Records) -> Records:
         """Records without those that no run writes."""
-        ends = records["first_token"].astype(np.int64) + records["num_tokens"]
-        gives_tokens = np.isin(records["fate"], [Status.trained, Status.quarantined])
-        is_good = (records["first_token"] >= 0) & (records["num_tokens"] >= 0) & (ends <= records["of_tokens"])
-        is_good &= (records["num_tokens"] > 0) == gives_tokens
-        is_good &= (
-            (records["pool"] < len(self._plan.pools)) & (records["fate"] <= max(Status)) & (records["sequence"] >= 0)
-        )
-        is_good &= (records["document"] >= 0) & (records["document"] < self._audits.corpus.num_documents)
+        is_good = are_readable(records, len(self._plan.pools), self._audits.corpus.num_documents)
         bad = records[~is_good]
         self._discrepancies.add_documents(
             Discrepancy.unreadable, bad["document"], f", lane {self._lane}", bad["sequence"]
@@ -146,13 +139,24 @@ class _LaneAudit:
     def _check_pool(self, records: Records, pool: int) -> bool:
         """Check the documents of a lane in one pool; returns whether the lane has finished the pool."""
         place = None if self._state is None else self._state.pools[pool].place
-        own = records[records["pool"] == pool]
-        check = PoolAudit(own, self._plan, pool, self._lane, place, begins_inside=self._audits.begins_inside)
-        check.check(self._discrepancies)
-        if not check.agrees_with_place:
+        of_pool = records[records["pool"] == pool]
+        audit = PoolAudit(of_pool, self._plan, pool, self._lane, place, begins_inside=self._audits.begins_inside)
+        audit.check(self._discrepancies)
+        if not audit.agrees_with_place:
             name = f"lane {self._lane}, {self._plan.pools[pool].name}: the records do not end at {tuple(place or ())}"
             self._discrepancies.add(Discrepancy.cursor, [name], 1)
-        return check.is_finished
+        return audit.is_finished
+
+
+def are_readable(records: Records, num_pools: int, num_documents: int) -> NDArray[np.bool_]:
+    """Find the records that a run may have written, by their values alone."""
+    ends = records["first_token"].astype(np.int64) + records["num_tokens"]
+    gives_tokens = np.isin(records["fate"], [Status.trained, Status.quarantined])
+    is_good = (records["first_token"] >= 0) & (records["num_tokens"] >= 0) & (ends <= records["of_tokens"])
+    is_good &= (records["num_tokens"] > 0) == gives_tokens
+    is_good &= (records["pool"] < num_pools) & (records["fate"] <= max(Status)) & (records["sequence"] >= 0)
+    is_good &= (records["document"] >= 0) & (records["document"] < num_documents)
+    return is_good
 
 
 class _LaneSequences:

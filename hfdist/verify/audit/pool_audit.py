@@ -18,7 +18,6 @@ from hfdist.data.order.records import Records
 from hfdist.data.stream.lane import LanePlan
 from hfdist.verify.audit.discrepancies import Discrepancies, Discrepancy, Integers
 
-_UNKNOWN = Place(-1, -1, -1)
 # Documents with tokens whose order packing may choose. Stated here again, to be independent of the packing code.
 _WINDOW_DOCUMENTS = {Packing.concat: 1, Packing.best_fit: 1024, Packing.none: 64}
 
@@ -40,13 +39,14 @@ class PoolAudit:
     ) -> None:
         self._order, self._epoch_limit, self._lane = plan.orders[pool], plan.pools[pool].epochs, lane
         self._plan, self._begins_inside = plan, begins_inside
-        self._place = place or _UNKNOWN
-        self._written = records
+        self._place, self._written = place, records
         # One epoch after the other, each in the order of its records.
         self._records = records[np.argsort(records["epoch"], kind="stable")]
         self._epochs = self._records["epoch"].astype(np.int64)
-        self.is_finished = self._place.epoch + 1 == self._epoch_limit and self._place.position == (
-            self._order.lane_length(self._place.epoch, lane)
+        self.is_finished = (
+            place is not None
+            and place.epoch + 1 == self._epoch_limit
+            and place.position == self._order.lane_length(place.epoch, lane)
         )
         """Whether the lane has read the last epoch of the pool to its end."""
         self.agrees_with_place = True
@@ -59,14 +59,13 @@ class PoolAudit:
         epochs = self._epochs_to_check()
         for epoch in epochs:
             begin, end = np.searchsorted(self._epochs, [epoch, epoch + 1]).tolist()
-            own = self._records[begin:end]
-            self._check_epoch(epoch, own, is_first=epoch == epochs[0], is_last=epoch == epochs[-1])
+            self._check_epoch(epoch, self._records[begin:end], is_first=epoch == epochs[0], is_last=epoch == epochs[-1])
 
     def _check_epochs_rise(self) -> None:
         """No document comes after those of a later epoch; one that is passed over may wait for the next sequence."""
         is_trained = self._written["num_tokens"] > 0
-        for own in (self._written[is_trained], self._written[~is_trained]):
-            late = own[own["epoch"] < np.maximum.accumulate(own["epoch"])]
+        for records in (self._written[is_trained], self._written[~is_trained]):
+            late = records[records["epoch"] < np.maximum.accumulate(records["epoch"])]
             self._add(Discrepancy.misplaced, late["document"], late["sequence"])
 
     def _epochs_to_check(self) -> list[int]:
@@ -77,7 +76,7 @@ class PoolAudit:
         first = present[0] if self._begins_inside else 0
         # Each epoch leaves a record or more, so that a damaged number cannot ask for thousands.
         last = min(max(present, default=-1), first + len(self._records))
-        if self._place is not _UNKNOWN:
+        if self._place is not None:
             last = self._place.epoch
         return sorted({*range(first, last + 1), *present})
 
@@ -88,24 +87,38 @@ class PoolAudit:
         records, positions = records[positions >= 0], positions[positions >= 0]
         is_trained = records["num_tokens"] > 0
         trained = np.flatnonzero(np.bincount(positions[is_trained], minlength=len(plan)))
-        window = _WINDOW_DOCUMENTS[self._plan.packing]
-        # Up to `low` and from `high` on, documents may be missing or in part.
-        low, high = -1, len(plan)
-        if is_first and self._begins_inside:
-            low = int(trained[window - 1]) if len(trained) >= window else len(plan)
-        if is_last and self._place is _UNKNOWN:
-            high = int(trained[-window]) if len(trained) >= window else 0
-        elif epoch >= self._place.epoch >= 0:
-            high = self._place.position if epoch == self._place.epoch else 0
+        low, high = self._settled_range(epoch, len(plan), trained, is_first=is_first, is_last=is_last)
+        if self._place is not None and epoch >= self._place.epoch:
             offset = self._place.offset if epoch == self._place.epoch else 0
             self.agrees_with_place &= self._num_used(records[positions >= high]) == offset
         missing = np.flatnonzero(np.bincount(positions, minlength=len(plan)) == 0)
-        if self._place is _UNKNOWN and epoch + 1 == self._epoch_limit:
+        if self._place is None and epoch + 1 == self._epoch_limit:
             self.is_finished = not (missing > low).any() and self._reads_all(records[positions > low])
         self._add(Discrepancy.never, plan[missing[(missing > low) & (missing < high)]])
-        self._check_order(records[is_trained], positions[is_trained], window)
+        self._check_order(records[is_trained], positions[is_trained], self._window)
         self._check_order(records[~is_trained], positions[~is_trained], 1)
         self._check_pieces(records, positions, low, high)
+
+    @property
+    def _window(self) -> int:
+        return _WINDOW_DOCUMENTS[self._plan.packing]
+
+    def _settled_range(
+        self, epoch: int, num_documents: int, trained: Integers, *, is_first: bool, is_last: bool
+    ) -> tuple[int, int]:
+        """Give `low` and `high`: documents between these positions must be there, whole.
+
+        `trained` are the positions of documents with tokens. The records begin in the first epoch, and end in the last.
+        """
+        low, high, has_window = -1, num_documents, len(trained) >= self._window
+        if is_first and self._begins_inside:
+            low = int(trained[self._window - 1]) if has_window else num_documents
+        if self._place is None:
+            if is_last:
+                high = int(trained[-self._window]) if has_window else 0
+        elif epoch >= self._place.epoch:
+            high = self._place.position if epoch == self._place.epoch else 0
+        return low, high
 
     def _reads_all(self, records: Records) -> bool:
         """Whether all documents of which there are records are whole."""

@@ -34,6 +34,7 @@ from hfdist.run.logs import set_up_logging
 from hfdist.secrets import mask_secrets
 from hfdist.topology import Topology
 from hfdist.verify.audit.exactly_once import Audit, first_sample
+from hfdist.verify.audit.lane_audit import are_readable
 
 _SHOWN_CHARACTERS = 80
 _MANY_RECORDS = 2**20
@@ -73,15 +74,15 @@ def open_past_run(folder: Path, config: RunConfig, others: Mapping[Path, RunConf
     _check_indices(runs)
     cursors = [
         (int(match[1]), Cursor.from_json(read_state(path.parent).get("cursor"), read_lanes(path.parent)))
-        for one in runs
-        for path in sorted(RunFolder(one).checkpoints.glob(f"*/{MANIFEST}"))
+        for run in runs
+        for path in sorted(RunFolder(run).checkpoints.glob(f"*/{MANIFEST}"))
         if (match := STEP_NAME.fullmatch(path.parent.name)) is not None
     ]
     cursors.sort(key=lambda pair: pair[1].samples)
     newest = cursors[-1][1] if cursors else None
     if newest is not None and newest.shares is not None:
         _check_islands(runs, newest.shares)
-    ledgers = {own.islands.index: read_ledger(RunFolder(one).ledger, config.data.lanes) for one, own in runs.items()}
+    ledgers = {own.islands.index: read_ledger(RunFolder(run).ledger, config.data.lanes) for run, own in runs.items()}
     ledger = next(iter(ledgers.values())) if len(ledgers) == 1 else join_ledgers(ledgers, newest)
     corpus = open_corpus(config.data)
     changes = [] if newest is None else corpus.inventory.changes_since(newest.contents, RunFolder(folder).ledger)
@@ -109,7 +110,7 @@ def read_ledger(folder: Path, lanes: int) -> list[Records]:
         DataError: there are none.
     """
     records = [np.asarray(read_records(folder, lane)) for lane in range(lanes)]
-    if not any(len(own) for own in records):
+    if not any(map(len, records)):
         raise DataError(
             "the run has no ledger",
             where=str(folder),
@@ -152,14 +153,14 @@ def join_ledgers(ledgers: Mapping[int, list[Records]], newest: Cursor | None) ->
     """Join the ledgers of islands: of each what counts. `newest` is the newest cursor of them all."""
     joined: list[list[Records]] = [[] for _ in next(iter(ledgers.values()))]
     for index, ledger in ledgers.items():
-        for lane, own in enumerate(ledger):
+        for lane, records in enumerate(ledger):
             if newest is not None and newest.shares is not None:
                 # What an island has read since its last exchange is not in the weights of the others.
                 is_at = newest.lanes[lane].sequences if newest.shares.readers[lane] == index else 0
-                own = own[own["sequence"] < max(newest.shares.end_of(lane, index), is_at)]
-            joined[lane].append(own)
-    parts = [np.concatenate(own) for own in joined]
-    return [own[np.argsort(own["sequence"], kind="stable")] for own in parts]
+                records = records[records["sequence"] < max(newest.shares.end_of(lane, index), is_at)]
+            joined[lane].append(records)
+    of_lanes = map(np.concatenate, joined)
+    return [records[np.argsort(records["sequence"], kind="stable")] for records in of_lanes]
 
 
 def batches_of_steps(ledger: Sequence[Records], global_batch_size: int) -> tuple[int, NDArray[np.int64]]:
@@ -170,10 +171,10 @@ def batches_of_steps(ledger: Sequence[Records], global_batch_size: int) -> tuple
         run does not hold is taken to have been steps.
     """
     with_target = []
-    for lane, own in enumerate(ledger):
+    for lane, records in enumerate(ledger):
         # The first token of each piece is no target.
-        own = own[(own["fate"] == Status.trained) & (own["num_tokens"] > 1)]
-        with_target.append(np.unique((own["sequence"] * len(ledger) + lane) // global_batch_size))
+        trained = records[(records["fate"] == Status.trained) & (records["num_tokens"] > 1)]
+        with_target.append(np.unique((trained["sequence"] * len(ledger) + lane) // global_batch_size))
     return first_sample(ledger) // global_batch_size, np.unique(np.concatenate(with_target))
 
 
@@ -238,7 +239,7 @@ def describe_step(run: PastRun, step: int, *, shows_all_text: bool) -> Iterator[
 
     Raises:
         ConfigError: the ledger does not hold that step.
-        DataError: a row cannot be read, or has changed.
+        DataError: a row cannot be read, or has changed; or the ledger is damaged.
     """
     data, batch = run.config.data, run.config.train.global_batch_size
     if run.config.islands.shares > 1:
@@ -260,6 +261,13 @@ def describe_step(run: PastRun, step: int, *, shows_all_text: bool) -> Iterator[
         number, lane = divmod(sample, len(run.ledger))
         start, stop = np.searchsorted(run.ledger[lane]["sequence"], [number, number + 1]).tolist()
         records = run.ledger[lane][start:stop]
+        if not are_readable(records, len(run.corpus.pools), run.corpus.num_documents).all():
+            what, hint = (
+                "the ledger has records that no run writes",
+                shlex.join(["hfdist", "audit", f"run={run.folder}"]),
+            )
+            where = f"{RunFolder(run.folder).ledger}, lane {lane}, sequence {number}"
+            raise DataError(what, where=where, hint=f"{hint}, which names them all")
         pool = run.corpus.pools[records["pool"][0]].name if len(records) else "nothing: the lane had come to its end"
         yield f"sequence {sample} of the run: lane {lane}, sequence {number} of it, from {pool}"
         for record in records:

@@ -145,8 +145,7 @@ class Checker:
         if config.adapter.is_used:
             # It trains; with other weights than the whole model.
             return
-        pairs = zip(found, whole, strict=True)
-        worst = max(_ordered(abs(a - b) / abs(b)) for pair in pairs for a, b in zip(*pair, strict=True))
+        worst = largest_difference(found, whole)
         if worst > BOUND:
             what = "a small model of the class does not train as on one process"
             raise ConfigError(what, where="two steps", found=f"losses or norms of gradients differ by {worst:.0e}")
@@ -166,5 +165,13 @@ class Checker:
         return found
 
 
-def _ordered(difference: float) -> float:
-    return math.inf if math.isnan(difference) else difference
+def largest_difference(found: list[Step], whole: list[Step]) -> float:
+    """Give the largest relative difference of losses and norms; infinite where one is not a number."""
+    worst = 0.0
+    for ours, reference in zip(chain(*found), chain(*whole), strict=True):
+        if ours == reference:
+            # Both may be 0, as the norms of a model whose outputs do not depend on its weights.
+            continue
+        difference = abs(ours - reference) / abs(reference) if reference else math.inf
+        worst = max(worst, math.inf if math.isnan(difference) else difference)
+    return worst

@@ -7,7 +7,7 @@ import logging
 import os
 import sys
 import warnings
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from contextlib import redirect_stdout
 from typing import TYPE_CHECKING, TextIO
 
@@ -76,10 +76,10 @@ def _check(arguments: list[str]) -> None:
 
 def _as_values(answer: Answer) -> dict[str, str | None]:
     question, reason = answer.question, answer.reason
-    told = dict.fromkeys(("what", "where", "found", "allowed", "hint")) if reason is None else reason.texts()
-    words = " ".join(["hfdist", question.command, *question.overrides])
-    asked = {"about": question.about, "choice": question.choice, "command": words}
-    return asked | {"answer": answer.verdict.value, "remark": answer.remark} | told
+    texts = dict.fromkeys(("what", "where", "found", "allowed", "hint")) if reason is None else reason.texts()
+    command = " ".join(["hfdist", question.command, *question.overrides])
+    asked = {"about": question.about, "choice": question.choice, "command": command}
+    return asked | {"answer": answer.verdict.value, "remark": answer.remark} | texts
 
 
 def _write_table(answers: Iterable[Answer], out: TextIO) -> None:
@@ -89,16 +89,16 @@ def _write_table(answers: Iterable[Answer], out: TextIO) -> None:
         if answer.question.about != about:
             about = answer.question.about
             out.write(f"{about}\n")
-        out.write(f"  {answer.question.choice:<18} {answer.verdict.value}{''.join(_why(answer))}\n")
+        out.write(f"  {answer.question.choice:<18} {answer.verdict.value}{_why(answer)}\n")
         out.flush()
 
 
-def _why(answer: Answer) -> Iterator[str]:
+def _why(answer: Answer) -> str:
+    """Give the end of a line: the reason or the remark, if there is one."""
     if answer.reason is not None:
-        parts = [answer.reason.what, *[str(answer.reason.found)] * (answer.reason.found is not None)]
-        yield f", because {printable(': '.join(parts), _LONGEST)}"
-    elif answer.remark is not None:
-        yield f", but {printable(answer.remark, _LONGEST)}"
+        found = "" if answer.reason.found is None else f": {answer.reason.found}"
+        return f", because {printable(f'{answer.reason.what}{found}', _LONGEST)}"
+    return "" if answer.remark is None else f", but {printable(answer.remark, _LONGEST)}"
 
 
 main = as_command(_HELP, _check)

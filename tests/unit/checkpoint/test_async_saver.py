@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from hfdist.checkpoint import Keep, Saver, async_saver, find_newest, read_checkpoint, verify, write
+from hfdist.checkpoint import Keep, Saver, find_newest, host_copy, read_checkpoint, verify, write
 from hfdist.checkpoint.folder import step_name
 from hfdist.checkpoint.piece import WEIGHT
 from hfdist.errors import CheckpointError, NumericsError, ResourceError
@@ -68,7 +68,7 @@ def test_what_changes_after_the_copy_is_not_saved(tmp_path, gate):
 
 @pytest.mark.parametrize("error", [MemoryError, OSError])
 def test_memory_for_the_first_save_is_made_beforehand_where_there_is_enough(tmp_path, monkeypatch, gate, error):
-    allocate, calls = async_saver._allocate, []
+    allocate, calls = host_copy._allocate, []
 
     def noted(layout):
         calls.append(threading.current_thread().name)
@@ -77,7 +77,7 @@ def test_memory_for_the_first_save_is_made_beforehand_where_there_is_enough(tmp_
             raise error
         return allocate(layout)
 
-    monkeypatch.setattr(async_saver, "_allocate", noted)
+    monkeypatch.setattr(host_copy, "_allocate", noted)
     saver = Saver()
     saver.prepare(small_pieces())
     # It is no save, for which a replica would be left out.
@@ -99,7 +99,7 @@ def test_memory_for_the_first_save_is_made_beforehand_where_there_is_enough(tmp_
 def test_memory_that_is_made_while_training_stands_still_is_written_once():
     live = [torch.ones(1000)]
     with profile(activities=[ProfilerActivity.CPU]) as ran:
-        async_saver._HostCopy().take(live)
+        host_copy.HostCopy().take(live)
     called = {event.key for event in ran.key_averages()}
     assert "aten::copy_" in called
     assert not called & {"aten::zero_", "aten::fill_"}
@@ -194,6 +194,24 @@ def test_what_must_come_first_is_written_beside_the_training_and_its_failure_is_
     with pytest.raises(CheckpointError, match="the ledger"):
         saver.wait()
     assert os.listdir(tmp_path) == []
+
+
+def test_a_hook_that_exits_ends_no_later_save(tmp_path):
+    calls = []
+
+    def write_first():
+        calls.append(1)
+        if len(calls) == 1:
+            raise SystemExit("enough")
+
+    saver = Saver(write_first=write_first)
+    begin(saver, tmp_path, 1, small_pieces())
+    with pytest.raises(SystemExit, match="enough"):
+        saver.wait()
+    begin(saver, tmp_path, 2, small_pieces())
+    assert saver._is_done.wait(20)
+    saver.wait()
+    assert os.listdir(tmp_path) == ["step-00000002"]
 
 
 def test_one_thread_does_all_saves_and_ends_with_the_saver(tmp_path):

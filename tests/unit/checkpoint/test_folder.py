@@ -5,6 +5,7 @@ import json
 import os
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -23,10 +24,13 @@ from hfdist.checkpoint import (
     verify,
     write,
 )
-from hfdist.checkpoint.manifest import MANIFEST, FormatError, Manifest, Part, list_parts, read_manifest
+from hfdist.checkpoint.manifest import MANIFEST, DamagedError, FormatError, Manifest, Part, list_parts, read_manifest
 from hfdist.checkpoint.piece import WEIGHT
 from hfdist.errors import CheckpointError
+from hfdist.records import RunFolder
 from hfdist.testing import RankFailed, run_ranks
+from hfdist.trainer.checkpointing.checkpoint_folder import CheckpointFolder
+from hfdist.trainer.checkpointing.save_options import SaveOptions
 from tests.unit.checkpoint.pieces import (
     blank,
     edit_manifest,
@@ -170,6 +174,15 @@ def test_a_save_of_the_same_step_that_is_killed_leaves_the_older(tmp_path, monke
     assert read_state(older) == {"which": "older"}
     assert read_state(save(tmp_path, 2, state={"which": "newer"})) == {"which": "newer"}
     assert os.listdir(tmp_path) == ["step-00000002"]
+
+
+def test_a_run_that_cannot_go_on_finds_no_way_back_where_none_can_be_used(tmp_path, caplog):
+    """Then it tells why it cannot go on."""
+    cut(save(RunFolder(tmp_path).checkpoints, 1))
+    trainer = SimpleNamespace(_get_output_dir=lambda trial: str(tmp_path))
+    folder = CheckpointFolder(SimpleNamespace(trainer=trainer), SaveOptions(run_values={}))
+    assert folder.find_own() is None
+    assert "none of the run's checkpoints can be used" in caplog.text
 
 
 def test_the_newest_is_chosen_by_number(tmp_path):
@@ -338,6 +351,14 @@ def test_a_tampered_index_is_refused(tmp_path, monkeypatch, change):
     change(index)
     (path / "model.safetensors.index.json").write_text(json.dumps(index))
     with pytest.raises(CheckpointError):
+        read_checkpoint(path, blank(small_pieces()))
+
+
+def test_an_index_without_weights_is_damaged(tmp_path, monkeypatch):
+    monkeypatch.setattr(save_plan, "MAX_MODEL_FILE_BYTES", 40)
+    path = save(tmp_path, 1)
+    (path / "model.safetensors.index.json").write_text('{"weight_map": {}}')
+    with pytest.raises(DamagedError, match="the index of the weights is damaged"):
         read_checkpoint(path, blank(small_pieces()))
 
 

@@ -323,6 +323,8 @@ def set_hash(xxh128):
         set_hash(7),
         lambda values: values["files"].update({"config.json": [[2]]}),
         lambda values: values.update(files=[]),
+        lambda values: values.update(files={}),
+        lambda values: values.update(files={name: [] for name in values["files"]}),
         lambda values: values.update(step="1"),
         lambda values: values.pop("digest"),
         lambda values: values.update(digest="0"),

@@ -69,6 +69,21 @@ def test_only_what_is_new_is_sent_and_few_packs_hold_it(run, tmp_path):
         assert run.fetched(tmp_path / f"{step}", step) == before[step]
 
 
+def test_a_file_that_was_emptied_comes_back_empty(run, tmp_path):
+    """As a rollback sets all lines of a file aside."""
+    run.add("lines", b"one\n" * 50)
+    run.add("large", bytes(40_000))
+    run.send()
+    (run.folder / "lines").write_bytes(b"")
+    assert run.send() > 0
+    assert run.fetched(tmp_path / "emptied") == files_of(run.folder)
+    # Nothing is new.
+    assert run.send() == 0
+    run.add("lines", b"two\n")
+    run.send()
+    assert run.fetched(tmp_path / "again") == files_of(run.folder)
+
+
 def test_a_file_that_was_changed_is_sent_anew_and_others_are_not(run, tmp_path):
     run.add("large", bytes(40_000))
     run.add("lines", b"one\ntwo\nthree\n" * 20)

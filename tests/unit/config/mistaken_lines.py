@@ -410,6 +410,7 @@ LINES = [
     "job to=slurm launch.processes=4",
     "job to=slurm strategy=ddp",
     "sweep sweep=grid optimizer.lr=1e-3",
+    "sweep sweep=random optimizer.lr=1e-3,3e-3 optimizer.lr=1e-2,3e-2",
     "sweep sweep=grid sweep.lr=[1e-3,3e-3]",
     "sweep sweep.brackets=3 optimizer.lr=1e-3,3e-3",
     "sweep sweep=grdi optimizer.lr=1e-3,3e-3",

@@ -15,7 +15,7 @@ from hfdist.config.cli.flags import parse_flags
 from hfdist.config.composition.compose import compose_config
 from hfdist.errors import ConfigError
 from hfdist.launch import launch
-from hfdist.strategies import select
+from hfdist.strategies import from_python
 from tests.unit.config.shipped import CONF
 
 
@@ -204,13 +204,13 @@ def test_a_session_at_a_prompt_goes_on():
 
 def test_a_strategy_from_python_sets_it_up_before_its_own_mistakes(monkeypatch):
     called = []
-    monkeypatch.setattr(select, "report_uncaught", lambda: called.append(True))
-    with pytest.raises(select.ConfigError):
-        select.make_strategy(global_batch_size=8, shardin="zero2")
+    monkeypatch.setattr(from_python, "report_uncaught", lambda: called.append(True))
+    with pytest.raises(from_python.ConfigError):
+        from_python.make_strategy(global_batch_size=8, shardin="zero2")
     assert called == [True]
 
 
 def test_a_strategy_from_python_changes_no_layers_to_float8():
-    with pytest.raises(select.ConfigError, match="only a run changes its layers") as caught:
-        select.make_strategy(global_batch_size=8, precision="fp8")
+    with pytest.raises(from_python.ConfigError, match="only a run changes its layers") as caught:
+        from_python.make_strategy(global_batch_size=8, precision="fp8")
     assert caught.value.hint == 'precision="bf16"'

@@ -102,6 +102,8 @@ MISTAKES = {
     "remote code, merged": ("model: {<<: [{name: x}, {trust_remote_code: true}]}\n", None, "runs Python code", None),
     "depth by aliases": (DEEP_BY_ALIASES, None, "nested too deeply", None),
     "tag": ("run: {name: !x y}\n", f"{FILE}, line 2", "not valid YAML", None),
+    "NUL": ('run: {name: "a\\0b"}\n', f"run.name ({FILE}, line 2)", "a NUL character", None),
+    "deep text": (f"train: {{max_stepss: '{'[' * 50_000}'}}\n", None, "there is no key `train.max_stepss`", None),
     "callbacks": ("hydra:\n  callbacks: {x: {a: 1}}\n", FILE + ", line 3", "hydra.callbacks", None),
     "depth": ("x: " + "[" * 200 + "]" * 200 + "\n", None, "nested too deeply", None),
     "great depth": ("x: " + "[" * 50_000, None, "nested too deeply", None),
@@ -140,9 +142,9 @@ def test_a_file_that_is_no_config_costs_nothing(text, words, tmp_path, monkeypat
     assert time.process_time() - start < 2
 
 
-@pytest.mark.parametrize("text", ["run: {name: !x y}", "run: {name: !!int y}"])
+@pytest.mark.parametrize("text", ["!x y", "!!int y", "!!int ''", "!!bool y", "!!timestamp y"])
 def test_values_that_cannot_be_made_are_refused_where_a_file_is_read_alone(text, tmp_path):
-    (tmp_path / FILE.replace("/", "_")).write_text(text)
+    (tmp_path / FILE.replace("/", "_")).write_text(f"run: {{name: {text}}}")
     with pytest.raises(ConfigError, match="not valid YAML"):
         read_config(tmp_path / FILE.replace("/", "_"))
 
@@ -193,6 +195,12 @@ def test_the_environment_never_reaches_a_config(monkeypatch, tmp_path):
 @pytest.mark.parametrize("text", ["${run.name}", "a:b", "${a.${b}}", r"\${oc.env:HOME}", "$x:y", "{a:b}", "${.name}"])
 def test_plain_references_and_text_are_not_resolvers(text):
     refuse_resolver(text, "run.name")
+
+
+def test_deep_references_cost_no_time():
+    start = time.process_time()
+    refuse_resolver("${" * 50_000 + "}" * 50_000, "run.name")
+    assert time.process_time() - start < 2
 
 
 def test_shipped_files_are_readable_by_all():

@@ -17,7 +17,7 @@ from tests.unit.config.hint_chains import Chains
 from tests.unit.config.mistaken_lines import LINES
 
 CONFIG = Path(hfdist.__file__).parent / "config"
-ERRORS = ("ConfigError", "conflict", "_misfit", "_no_option", "refuse")
+ERRORS = ("ConfigError", "conflict", "misfit", "_no_option", "refuse")
 """What makes a message."""
 OTHERS = {
     # Of a file, which is to be changed, or of what is beside the config.
@@ -112,7 +112,7 @@ def messages_with_overrides():
                     continue
                 given = [keyword.value for keyword in call.keywords if keyword.arg == "hint"]
                 texts = hints if any(isinstance(value, ast.Name) for value in given) else given
-                if call.func.id in ("_misfit", "_no_option", "refuse") or any(map(may_be_override, texts)):
+                if call.func.id in ("misfit", "_no_option", "refuse") or any(map(may_be_override, texts)):
                     yield path, call, function.name
 
 

@@ -71,6 +71,17 @@ MISTAKES = {
     "model.tokenizer=5": ("a section with the keys name", None),
     "model.config=null": ("a mapping", None),
     "strategy.deepspeed=3": ("a mapping", None),
+    # OmegaConf takes a list for a text, and for a number.
+    "train.freeze=[[a]]": ("a list, such as", None, "train.freeze"),
+    "data.quarantine=[[a]]": ("a list, such as", None, "data.quarantine"),
+    "strategy.blocks_per_stage=[[1]]": ("a list, such as", None, "strategy.blocks_per_stage"),
+    "task.rewards={a: [1]}": ("a mapping, such as", None, "task.rewards"),
+    # longer than a name of a file, a number of Python and a float can be
+    f"optimizer={'a' * 300}": ("adamw", None),
+    f"launch={'a' * 300}": ("a section with the keys processes", None),
+    f"train.max_steps={'1' * 5000}": ("key=value", "a whole number", "command line"),
+    f"optimizer.lrr={'1' * 400}": ("in optimizer: name, plugin", "optimizer.lr, which takes a number"),
+    f"cluster.time={'1' * 400}": (None, None),
     "data.sources.m.kind=hubb": ("stdlib, docstrings, files, hub", "data.sources.m.kind=hub"),
     # syntax
     "optimizer.lr": ("key=value or group=option", "optimizer.lr=...", "command line"),
@@ -126,7 +137,9 @@ def test_the_whole_message_as_people_see_it():
 def test_no_such_primary_or_folder(tmp_path):
     error = mistake(name="pretran")
     assert (error.allowed, error.hint) == ("finetune, pretrain, tune", "--config-name pretrain")
-    assert mistake(extra_dir=tmp_path / "none").where == "--config-dir"
+    assert mistake(name="a" * 300).exit_code == 2
+    for folder in ("none", "a" * 300):
+        assert mistake(extra_dir=tmp_path / folder).where == "--config-dir"
 
 
 def test_keys_and_groups_of_hints_exist():

@@ -16,6 +16,7 @@ from hfdist.config.plain_values import from_plain, plain
 from hfdist.config.plan import SECTION as PLAN
 from hfdist.config.run import RunConfig
 from hfdist.config.schema import all_keys, find_key, members, unknown_keys
+from hfdist.config.task import TaskConfig
 from hfdist.errors import ConfigError
 from hfdist.tools.jobs.cluster import cluster_keys
 from tests.unit.config.shipped import CONF, GROUPS
@@ -118,13 +119,15 @@ def test_plain_values_are_read_as_they_were_and_nothing_in_them_is_interpolated(
     run = compose_config(["data=files", "data.sources.files.path=/data", "model.config={hidden_size: 8}"])
     for values in (optimizer, run):
         assert from_plain(type(values), json.loads(json.dumps(plain(values)))) == values
+    for scale in (True, False, "batch"):
+        assert from_plain(TaskConfig, plain(TaskConfig(scale_rewards=scale))).scale_rewards == scale
     assert from_plain(OptimizerConfig, {"plugin": "${oc.env:HOME}"}).plugin == "${oc.env:HOME}"
 
 
 @pytest.mark.parametrize(
     "values",
     [
-        {"lr": "0.1"}, {"lr": float("nan")}, {"lr": True}, {"lr": -1}, {"name": "none"}, {"name": []},
+        {"lr": "0.1"}, {"lr": float("nan")}, {"lr": True}, {"lr": -1}, {"lr": 10**400}, {"name": "none"}, {"name": []},
         {"unknown": 1}, {"changes": {}}, {"changes": [{"step": 0}]}, {"changes": [[]]}, {"arguments": []},
         {"plugin": 3}, {"warmup_steps": 1.0}, {"fused": 1}, [], None, "adamw",
     ],

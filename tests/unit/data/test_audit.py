@@ -377,6 +377,14 @@ class TestSteps:
             list(describe_step(run, step, shows_all_text=False))
         assert caught.value.allowed.startswith("1 to 30;")
 
+    @pytest.mark.parametrize(("field", "value"), [("fate", 99), ("document", 10**9), ("pool", 9)])
+    def test_a_damaged_record_ends_in_an_error_that_names_its_place(self, run, field, value):
+        ledger = [own.copy() for own in run.ledger]
+        ledger[5][field][ledger[5]["sequence"] == 6] = value
+        with pytest.raises(DataError, match="no run writes") as caught:
+            list(describe_step(dataclasses.replace(run, ledger=ledger), 7, shows_all_text=False))
+        assert "lane 5, sequence 6" in caught.value.where
+
 
 class TestCommandLine:
     @pytest.mark.parametrize(

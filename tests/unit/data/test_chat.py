@@ -252,6 +252,14 @@ def test_a_turn_begins_where_its_own_conversation_says():
         tokenizer.chat_template = template
 
 
+def test_arguments_that_are_nested_too_deep_are_a_bad_row():
+    deep = {}
+    for _ in range(600):
+        deep = {"a": deep}
+    calls = {"role": "assistant", "content": "", "tool_calls": call(**deep)}
+    assert isinstance(encode(chat_tokenizer("qwen"), [user("Hi"), calls, user("x")]), ContentError)
+
+
 def test_names_of_arguments_and_roles_forge_nothing():
     tokenizer = chat_tokenizer("qwen")
     end = tokenizer.convert_tokens_to_ids("<|im_end|>")

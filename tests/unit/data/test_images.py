@@ -33,6 +33,7 @@ from hfdist.data.packing.sequence import IGNORED, stack_rows
 from hfdist.data.sources.base import BadRow
 from hfdist.data.sources.images import PLACE, ImageRules, WithImages, decode
 from hfdist.data.sources.rows import RowReader
+from hfdist.data.stream.ledger import Ledger, bad_rows_file
 from hfdist.data.tokenization.encoders import Encoders
 from hfdist.data.tokenization.image_tokens import ImageTokens
 from hfdist.errors import ConfigError, DataError
@@ -45,7 +46,9 @@ from hfdist.models.image_text import (
     names_of_parts,
     read_images,
 )
-from hfdist.models.packed_images import find_positions
+from hfdist.models.image_trials import find_positions
+from hfdist.models.partitioning import WHOLE
+from hfdist.models.trainable import TrainableParameters
 from hfdist.pipeline.microbatches import split_batch
 from hfdist.tune.document_table import places
 from tests.image_models import FAMILIES, draw, make_model, make_processor
@@ -263,6 +266,19 @@ def test_parts_and_what_is_never_reached_are_found_by_structure(family):
     assert bool(unreached) == (family == "llava")
 
 
+def test_a_run_of_what_images_never_reach_is_refused_in_words_that_fit(llava):
+    for reads_images, said in ((True, "no gradient of images"), (False, "have no images")):
+        model = make_model("llava", llava)
+        last = [name for name in names_of_parts(model)[TOWER] if ".encoder.layers.1." in name]
+        trained = TrainableParameters(
+            train_only=tuple(last),
+            reads_images=reads_images,
+            unreached=frozenset(from_the_end(model, name) for name in last),
+        )
+        with pytest.raises(ConfigError, match=said):
+            trained.choose(model, seed=0, layout=WHOLE)
+
+
 @pytest.mark.parametrize("adapter", [LoraConfig, IA3Config])
 def test_an_adapter_in_what_images_never_reach_is_frozen(llava, adapter):
     example, model = ImageTokens(llava).example(), make_model("llava", llava)
@@ -429,8 +445,23 @@ def test_a_damaged_image_hides_its_own_row_of_a_packed_sequence(llava, tmp_path,
     taught = [bool((labels[start:stop] != IGNORED).any()) for start, stop in pairwise(starts)]
     assert sorted(taught) == [False, False, True, True]
     assert len(sequence.problems) == 2
-    black = [bool(sequence.images[piece]["pixel_values"].std((2, 3)).max() < 1e-6) for piece in range(4)]
+    assert sorted(problem.document for problem in sequence.problems) == [1, 3]
+    black = [bool(sequence.images[piece].inputs["pixel_values"].std((2, 3)).max() < 1e-6) for piece in range(4)]
     assert black == [not one for one in taught]
+
+
+def test_a_row_with_a_damaged_image_is_in_the_ledger_as_a_bad_one(llava, tmp_path, cache_dir):
+    rows = [{"messages": turns(None, f"{ASKED} {n}"), "images": [f"{1 + n % 2}.png"]} for n in range(4)]
+    path = write(tmp_path, rows)
+    (tmp_path / "2.png").write_bytes((tmp_path / "2.png").read_bytes()[:-40])
+    settings = {"packing": Packing.best_fit, "on_bad_rows": BadRows.quarantine, "sequence_length": 512}
+    stream = stream_of(config_of(path, cache_dir, **settings), llava)
+    stream.ledger = Ledger(tmp_path / "ledger", stream.corpus, BadRows.quarantine)
+    stream.next_batch([next(stream.packed(0, 1))])
+    stream.ledger.flush()
+    lines = [json.loads(line) for line in bad_rows_file(tmp_path / "ledger", 0).read_text().splitlines()]
+    assert sorted(line["row"].rpartition(":")[2] for line in lines) == ["1", "3"]
+    assert all("the image is damaged" in line["problem"] and line["sequence"] == 0 for line in lines)
 
 
 def test_a_damaged_image_keeps_its_place_and_teaches_nothing_or_stops(llava, tmp_path, cache_dir):
@@ -443,11 +474,20 @@ def test_a_damaged_image_keeps_its_place_and_teaches_nothing_or_stops(llava, tmp
     is_taught = [bool((sequence.rows[2] != IGNORED).any()) for sequence in packed]
     assert sorted(is_taught) == [False, False, True, True]
     assert ["the image is damaged" in str(one.problems) for one in packed] == [not taught for taught in is_taught]
-    assert all(one.images[0]["pixel_values"].shape == (1, 3, 32, 32) for one in packed)
+    assert all(one.images[0].inputs["pixel_values"].shape == (1, 3, 32, 32) for one in packed)
     with pytest.raises(DataError, match="damaged") as caught:
         list(zip(range(4), stream_of(config_of(path, cache_dir), llava).packed(0, 1), strict=False))
     assert re.fullmatch(r"rows.jsonl, row [13]", caught.value.where)
     assert "data.on_bad_rows=skip" in caught.value.hint
+
+
+def test_an_image_that_the_processor_does_not_take_is_a_bad_row(tmp_path, cache_dir):
+    path = write(tmp_path, [{"messages": turns(None, ASKED), "images": ["long.png"]}])
+    Image.new("RGB", (2010, 10)).save(tmp_path / "long.png")
+    stream = stream_of(config_of(path, cache_dir), make_processor("qwen2_5_vl"))
+    with pytest.raises(DataError, match="does not take an image of this size") as caught:
+        next(stream.packed(0, 1))
+    assert caught.value.found == "2010 x 10"
 
 
 def test_a_row_that_is_too_long_is_left_out_whole(llava, tmp_path, cache_dir):

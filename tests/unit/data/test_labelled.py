@@ -146,10 +146,13 @@ def test_rows_without_a_label_have_one_token_and_no_item():
         ({"text": "red", "label": {}}, RowFormat.labelled, "this is no label: label"),
         ({"text": "red", "label": "x" * 1001}, RowFormat.labelled, "this is no label: label"),
         ({"text": "red", "label": float("nan")}, RowFormat.labelled, "this is no label: label"),
+        ({"text": "red", "label": 1e39}, RowFormat.labelled, "this is no label: label"),
+        ({"text": "red", "label": [10**400]}, RowFormat.labelled, r"this is no label: label\[0\]"),
         ({"tokens": ["red"], "tags": ["x", "y"]}, RowFormat.tagged, "each word has one tag: tags"),
         ({"tokens": [], "tags": []}, RowFormat.tagged, "the text is empty: tokens"),
         ({"tokens": ["red"], "tags": ["z"]}, RowFormat.tagged, "the model has no such label"),
         ({"text_a": "red", "text_b": "cat", "score": "1"}, RowFormat.scored_pair, "this is no number: score"),
+        ({"text_a": "red", "text_b": "cat", "score": 10**400}, RowFormat.scored_pair, "this is no number: score"),
     ],
 )
 def test_bad_rows_are_named(row, format, said):
@@ -193,6 +196,10 @@ def test_labels_that_do_not_go_together_are_refused(tmp_path, labels, said):
         _find(tmp_path, labels)
 
 
+def test_the_label_of_a_row_that_is_taken_out_does_not_count(tmp_path):
+    assert _find(tmp_path, [0, "odd", 1], quarantine="[files:rows.jsonl:1]").names == ["LABEL_0", "LABEL_1"]
+
+
 @pytest.mark.parametrize(
     ("labels", "known", "names"),
     [
@@ -206,10 +213,11 @@ def test_a_model_that_has_these_labels_keeps_their_order(tmp_path, labels, known
     assert _find(tmp_path, labels, known).names == names
 
 
-def _find(folder, labels, known=()):
+def _find(folder, labels, known=(), quarantine="[]"):
     rows = folder / "rows.jsonl"
     rows.write_text("".join(json.dumps({"text": f"red {n}", "label": one}) + "\n" for n, one in enumerate(labels)))
     own = (f"data.sources.files.path={rows}", f"data.cache_dir={folder}/cache", "data.lanes=1")
+    own += (f"data.quarantine={quarantine}",)
     config = make_config(RowFormat.labelled, *own).data
     return find_labels(open_corpus(config), config, known=known)
 

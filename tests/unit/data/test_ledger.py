@@ -7,6 +7,7 @@ import pytest
 
 from hfdist.config.data import BadRows
 from hfdist.data.order.records import RECORD, Status
+from hfdist.data.packing.sequence import Problem
 from hfdist.data.stream.ledger import Ledger, bad_rows_file, read_records, records_file
 from tests.unit.data.streams import memory_config, memory_corpus
 
@@ -31,7 +32,7 @@ def write(folder, corpus, sequences):
     for sequence in sequences:
         bad = (sequence, sequence, 0, 0, 0, 0, 0, Status.bad)
         records = np.array([bad, piece(sequence)], dtype=RECORD)
-        ledger.add(LANE, records, (f"no\u2028JSON: {{{sequence}}}",))
+        ledger.add(LANE, records, [Problem(sequence, f"no\u2028JSON: {{{sequence}}}")])
     ledger.flush()
     return records_file(folder, LANE).read_bytes(), bad_rows_file(folder, LANE).read_bytes()
 

@@ -294,6 +294,13 @@ def test_a_tokenizer_without_a_template_stops_before_training(tmp_path):
         survey(corpus_of(config), train_bpe(["a b"], 300), config, TaskConfig())
 
 
+def test_a_source_without_rows_has_no_example_to_try(tmp_path):
+    config = config_of(tmp_path, lanes=1, epochs=None)
+    rows = datasets.Dataset.from_list([{"messages": conversation(n)} for n in range(4)])
+    corpus = open_corpus(config, {"x": rows, "y": rows.select([])})
+    Encoders(tokenizer(), config.chat).check(shard for _, shard in corpus.shards)
+
+
 def test_text_and_conversations_go_together(tmp_path):
     rows = [{"messages": conversation(1), "text": None}, {"messages": None, "text": "Hello Hello"}]
     tokens = {one.number: one.tokens for one in documents_of(config_of(tmp_path, lanes=1), rows)}

@@ -57,7 +57,7 @@ def test_each_bad_row_is_told_once_with_the_sequence_that_records_it(packing):
     sequences = pack(packing, documents, 50, chunk=7)
     for sequence in sequences:
         bad = sequence.records[sequence.records["fate"] == Status.bad]
-        assert sequence.problems == tuple(f"Data error: row {number}" for number in bad["document"])
+        assert sequence.problems == tuple((number, f"Data error: row {number}") for number in bad["document"])
     assert sum(len(sequence.problems) for sequence in sequences) == 140
     # Of several windows.
     assert sum(bool(sequence.problems) for sequence in sequences) > 3

@@ -96,6 +96,9 @@ def test_what_both_answers_begin_with_is_their_prompt(tokenizer, row):
         {"chosen": [USER, ASSISTANT], "rejected": [USER, OTHER]},
         {"prompt": "red cat", "chosen": [ASSISTANT], "rejected": [OTHER]},
         {"prompt": [USER], "chosen": json.dumps([ASSISTANT]), "rejected": json.dumps([OTHER])},
+        {"prompt": "red cat", "chosen": "sees dog", "rejected": [OTHER]},
+        {"prompt": "red cat", "chosen": json.dumps([ASSISTANT]), "rejected": [OTHER]},
+        {"prompt": "red cat", "chosen": [ASSISTANT], "rejected": "eats"},
         # As of many sets on the Hub.
         {"prompt": "red cat", "chosen": [USER, ASSISTANT], "rejected": [USER, OTHER]},
     ],
@@ -148,6 +151,7 @@ def test_all_texts_are_there_for_what_wants_text():
     [
         ({"prompt": "a", "chosen": "b"}, RowFormat.preference, "columns are missing"),
         ({"prompt": "a", "chosen": "b", "rejected": 3}, RowFormat.preference, "neither a text nor a list"),
+        ({"chosen": [ASSISTANT], "rejected": []}, RowFormat.preference, "the conversation is empty: rejected"),
         ({"prompt": "a", "completion": "b", "label": 2}, RowFormat.unpaired_preference, "true or false"),
         ({"prompt": 4}, RowFormat.prompt, "neither a text nor a list"),
     ],

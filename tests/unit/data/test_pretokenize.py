@@ -233,6 +233,12 @@ class TestShares:
         write(five_files(), tmp_path, share=(0, 2), encoder=train_bpe(texts(), 300))
         with pytest.raises(DataError, match=r"(?s)another share.*00000.*other: tokenizer\n.*same overrides"):
             write(five_files(), tmp_path, share=(1, 2))
+        record = tmp_path / "00000.json"
+        kept = record.read_bytes()
+        record.write_bytes(b"[]")
+        with pytest.raises(DataError, match=r"(?s)another share.*other: version"):
+            write(five_files(), tmp_path, share=(1, 2))
+        record.write_bytes(kept)
         with monkeypatch.context() as patch:
             patch.setattr("hfdist.data.pretokenize.VERSION", 9)
             with pytest.raises(DataError, match=r"(?s)another share.*other: version"):

@@ -284,6 +284,7 @@ class TestCursorChecks:
             {"places": [[0, "0", [0] * 6], [1, "0", [0] * 6]]},
             *({"places": [[lane, "0", place] for lane in range(12)]} for place in PLACES_THAT_CANNOT_BE),
             {"places": [[lane, "x", [0] * 6] for lane in range(12)]},
+            {"places": [[lane, "f" * 17, [0] * 6] for lane in range(12)]},
             {"places": [[lane, "0"] for lane in range(12)]},
             {"places": [[lane, "0", [0] * 5] for lane in range(12)]},
             {"lanes": 0},

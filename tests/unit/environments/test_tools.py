@@ -40,6 +40,10 @@ SCHEMAS = {schema["function"]["name"]: schema for schema in describe_tools([add]
         ('<tool_call>{"name": "add", "arguments": [1]}</tool_call>', [Call("", {})]),
         ("<tool_call>" + "[" * 100_000 + "</tool_call>", [Call("", {})]),
         ('<tool_call>{"name": "add", "arguments": {}}', []),
+        # Half of a surrogate pair has no bytes.
+        ('<tool_call>{"name": "\\ud800", "arguments": {}}</tool_call>', [Call("", {})]),
+        ('<tool_call>{"name": "add", "arguments": {"\\ud800": 1}}</tool_call>', [Call("", {})]),
+        ('<tool_call>{"name": "add", "arguments": {"note": "\\ud800"}}</tool_call>', [Call("", {})]),
     ],
 )
 def test_calls_in_a_text(text, calls):

@@ -5,8 +5,9 @@ from __future__ import annotations
 from pathlib import Path
 
 from hfdist.config.model import Init, ModelConfig, TokenizerConfig
-from hfdist.models import build_model, find_architecture, load_tokenizer
+from hfdist.models import build_model, find_architecture
 from hfdist.models.resolve import resolve_model
+from hfdist.models.tokenizer import load_pretrained_tokenizer
 
 
 def configure(name, revision=None, **more) -> ModelConfig:
@@ -18,7 +19,7 @@ def begin(name, cache: Path, revision=None, **more):
     """Give the model and the tokenizer."""
     start = resolve_model(configure(name, revision, **more), cache_dir=cache)
     architecture = find_architecture(start.model, sequence_length=16)
-    tokenizer = load_tokenizer(start.model, corpus_id="", texts=lambda _: [], cache_dir=cache)
+    tokenizer = load_pretrained_tokenizer(start.model, cache_dir=cache)
     start.fetch_weights()
     return build_model(start.model, architecture, seed=0), tokenizer
 

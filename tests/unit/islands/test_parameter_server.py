@@ -1,6 +1,7 @@
 """Who waits for whom at a parameter server, and what it steps with."""
 
 import math
+import time
 
 import numpy as np
 import pytest
@@ -9,9 +10,11 @@ import torch
 from hfdist.config.optimizer import OptimizerConfig, OptimizerName, Schedule
 from hfdist.config.plain_values import plain
 from hfdist.errors import ConfigError, PeerError
+from hfdist.islands import server
 from hfdist.islands.parameter_client import GradientRecorder
 from hfdist.islands.parameter_shard import check_job
-from hfdist.islands.parameter_store import ParameterStore, Segment, exact_sum, find_slots
+from hfdist.islands.parameter_store import ParameterStore, exact_sum, find_slots
+from hfdist.islands.segment import Segment
 from hfdist.messages.message import Message
 from tests.unit.islands.servers import member, served, together, until
 
@@ -295,9 +298,20 @@ def test_who_has_other_parameters_does_not_begin_with_the_others():
         assert one.take() == [0.0, 1.0]
 
 
-def test_a_server_that_fails_ends_its_islands(monkeypatch):
+def test_the_time_that_a_server_takes_to_look_at_a_job_is_no_silence(monkeypatch):
+    # Torch may be loaded for it.
+    monkeypatch.setattr(server, "_check_parameter_server", lambda job: time.sleep(2.2))
+    with served(silent_seconds=1.5) as (address, lines):
+        one = member(address, 0, job=job(0), seconds=10)
+        time.sleep(1.2)
+        assert not any("silent" in line for line in lines)
+        one.leave()
+
+
+@pytest.mark.parametrize("why", ["no room", "no room " * 300])
+def test_a_server_that_fails_ends_its_islands(why, monkeypatch):
     def fail(*_):
-        raise MemoryError("no room\nfor it")
+        raise MemoryError(f"{why}\nfor it")
 
     with served() as (address, _):
         one, two = begin_both(address, 0)
@@ -308,7 +322,8 @@ def test_a_server_that_fails_ends_its_islands(monkeypatch):
             until(worker._member._connection.is_broken.is_set)
             with pytest.raises(PeerError, match="has ended this island") as error:
                 worker._member.raise_if_ended()
-            assert error.value.found == "the server has failed: MemoryError: no room"
+            assert error.value.found.startswith("the server has failed: MemoryError: no room")
+            assert "for it" not in error.value.found
 
 
 def test_each_element_counts_once_in_the_norm_whichever_ranks_have_it():

@@ -3,17 +3,18 @@
 import socket
 import threading
 import time
+from contextlib import contextmanager
 from functools import partial
 from types import SimpleNamespace
 
 import pytest
 
 from hfdist.errors import ConfigError, PeerError
-from hfdist.islands.member import Member, Participants
+from hfdist.islands.member import Member, Participants, _Connection
 from hfdist.islands.membership import Connection, Island
 from hfdist.islands.rendezvous import Arrival
 from hfdist.islands.server import IslandServer
-from hfdist.messages.message import Message
+from hfdist.messages.message import Message, write_message
 from tests.unit.islands.servers import JOB, member, served, together, until
 from tests.unit.islands.servers import at as place
 
@@ -238,6 +239,43 @@ def test_a_server_that_does_not_answer_is_named():
     assert str(port) in str(error.value)
 
 
+@contextmanager
+def says_at_once(*lines):
+    """The address of what says all of this to the first that connects, and then nothing."""
+    ended = threading.Event()
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def speak():
+        with listener, listener.accept()[0] as connection:
+            connection.sendall(b"".join(map(write_message, lines)))
+            ended.wait(10)
+
+    thread = threading.Thread(target=speak)
+    thread.start()
+    try:
+        yield f"127.0.0.1:{listener.getsockname()[1]}"
+    finally:
+        ended.set()
+        thread.join()
+
+
+def test_what_comes_with_the_welcome_is_heard():
+    """A job may wait for a shard: the server says what to do as soon as the shard is there."""
+    with says_at_once({"welcome": ""}, {"do": {"job": {}}}) as address:
+        one = member(address, 0)
+        time.sleep(0.1)
+        assert one.wait_for("do") == {"do": {"job": {}}}
+        one.close()
+
+
+def test_more_than_memory_holds_ends_a_connection():
+    with says_at_once({"welcome": ""}, {"weights": 1, "bytes": 2**53}) as address:
+        host, port = address.split(":")
+        one = _Connection((host, int(port)), "", {}, {}, 2.0, threading.Event())
+        assert one.is_broken.wait(5)
+        one.close()
+
+
 def test_what_no_rank_would_send_ends_a_connection_and_nothing_else():
     with served(least=1) as (address, _lines):
         host, port = address.split(":")
@@ -270,6 +308,19 @@ def test_once_all_have_left_exchanges_have_another_mark():
         last = member(address, 0, start="3")
         assert last.nonce != second.nonce
         last.leave()
+
+
+def test_a_rank_that_comes_before_its_first_does_not_keep_a_job_that_has_ended():
+    with served(least=1) as (address, lines):
+        before, early = member(address, 0), member(address, 1, rank=1, ranks=2)
+        before.leave()
+        until(early._connection.is_broken.is_set)
+        early.connect()
+        first = member(address, 1, ranks=2, job=JOB | {"islands.count": 3})
+        assert first.nonce == early.nonce != before.nonce
+        until(lambda: "island 1 is there, with 2 ranks" in lines)
+        first.leave()
+        early.close()
 
 
 @pytest.mark.parametrize(

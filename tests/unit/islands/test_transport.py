@@ -6,13 +6,28 @@ from types import SimpleNamespace
 
 import pytest
 
+from hfdist.collectives import rank
 from hfdist.config.islands import Codec, IslandsConfig
 from hfdist.errors import ConfigError
 from hfdist.islands import transport
 from hfdist.islands.open_transport import open_transport
+from hfdist.islands.outer import OuterOptimizer
 from hfdist.islands.rounds import Rounds
 from hfdist.islands.transport import Transport
 from hfdist.launch import address
+from hfdist.testing import run_ranks
+from tests.unit.checkpoint.pieces import small_pieces
+
+
+def test_all_ranks_hear_of_one_that_finds_no_way_to_the_server():
+    def meet():
+        config = IslandsConfig(address=("localhost:1", "a..b:1")[rank()], timeout_seconds=1.0)
+        pieces = small_pieces()
+        with pytest.raises(ConfigError) as error:
+            Rounds(config, {}, OuterOptimizer(lambda: pieces, config), lambda: pieces, None)
+        return error.value.where
+
+    assert run_ranks(meet, 2, timeout_seconds=30) == ["islands.address"] * 2
 
 
 def test_what_is_under_way_arrives_as_long_as_it_gets_on(monkeypatch):

@@ -7,7 +7,8 @@ import sys
 
 import pytest
 
-from hfdist.launch.address import address_of, find_route
+from hfdist.launch.address import address_of, find_route, listen
+from hfdist.messages.door import knock
 from hfdist.records import RunFolder, RunRecord, read_run
 from hfdist.tools.jobs.verdict import judge
 from tests.unit.jobs.jobs import leave
@@ -96,3 +97,11 @@ def test_the_interface_is_that_of_the_route():
         address_of("eth99")
     with pytest.raises(OSError, match=r"not known|No address"):
         find_route("no-such-machine.invalid", wait_seconds=0.0)
+
+
+@pytest.mark.parametrize("name", ["a..b", ".local", "x" * 64])
+def test_a_name_that_no_host_can_have_is_an_error_of_the_system(name):
+    calls = (lambda: find_route(name), lambda: listen(name, 0), lambda: knock((name, 1), "", {}, {}, 1.0))
+    for call in calls:
+        with pytest.raises(OSError, match="no host can have the name"):
+            call()

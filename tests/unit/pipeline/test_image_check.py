@@ -7,7 +7,7 @@ from hfdist.data.tokenization.image_tokens import ImageTokens
 from hfdist.errors import PartitionError
 from hfdist.models.blocks import find_blocks
 from hfdist.models.image_text import PROJECTOR, TOWER, names_of_parts, read_images
-from hfdist.models.packed_images import find_positions
+from hfdist.models.image_trials import find_positions
 from hfdist.pipeline.costs import costs_by_flops, costs_by_parameters
 from hfdist.pipeline.image_check import find_features
 from tests.image_models import FAMILIES, make_model, make_processor

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from hfdist.errors import PartitionError
+from hfdist.pipeline.stage_forward import BlockPlace, StageEnd, StageForward
 from hfdist.pipeline.stage_io import Absent, Activations, Carry, Outputs
-from hfdist.pipeline.stage_module import BlockPlace, StageEnd, StageForward
 
 HIDDEN = torch.ones(2, 3, 4)
 SENT = torch.full((2, 3, 4), 5.0, requires_grad=True)

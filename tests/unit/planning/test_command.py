@@ -95,7 +95,7 @@ def test_a_plan_says_what_it_leaves_out_of_sampled_answers(monkeypatch, capsys):
 
 
 def test_steps_that_calibrate_run_whatever_the_run_is():
-    """Also where they leave out what its other keys need."""
+    """Also where they leave out what its other keys need. And they join no training that there is."""
     keys = [
         "train.max_hours=2",
         "train.max_cost=2",
@@ -106,9 +106,12 @@ def test_steps_that_calibrate_run_whatever_the_run_is():
     keys += ["checkpoint.every=10", "train.eval_every=10", "checkpoint.keep_best=true", "checkpoint.replicate_every=5"]
     keys += ["evaluate.patience=3", "evaluate.min_delta=0.1", "evaluate.export=best", "evaluate.lm_eval=[arc_easy]"]
     keys += ["evaluate.lm_eval_include=tests", "optimizer.schedule=wsd", "optimizer.decay_fraction=0.99"]
+    keys += ["islands.method=diloco", "islands.count=2", "islands.index=1", "islands.address=host:1"]
+    keys += ["report.alert_command=true"]
     config = compose_config(["model=tiny", *keys])
-    assert (config.evaluate.patience, config.train.max_kwh) == (3, 2)
-    assert compose_config(["model=tiny", *keys, *calibration_steps._STEPS]).train.max_steps == 7
+    assert (config.evaluate.patience, config.train.max_kwh, config.islands.is_used) == (3, 2, True)
+    steps = compose_config(["model=tiny", *keys, *calibration_steps._STEPS])
+    assert (steps.train.max_steps, steps.islands.is_used, steps.report.alert_command) == (7, False, None)
 
 
 def test_a_mistake_and_the_help_load_no_torch():

@@ -11,8 +11,10 @@ from transformers import AutoConfig
 from hfdist.config.composition.compose import compose_config
 from hfdist.config.conf_folder import list_options, shipped_folder
 from hfdist.config.hardware import CPU, match_device, read_hardware
+from hfdist.config.plan import compose_plan
 from hfdist.config.train import Precision
 from hfdist.errors import ConfigError
+from hfdist.planning import machines
 from hfdist.planning.timing.hardware import find_hardware
 from hfdist.run.own_plan import begin_plan
 from hfdist.topology import Topology
@@ -77,6 +79,16 @@ def test_a_peak_is_that_of_the_precision(shipped):
     # Without units for it bf16 is computed as float32 is.
     assert v100.peak_flops(Precision.bf16) == v100.peak_flops(Precision.fp32) == 15.7e12
     assert v100.half_flops == 125e12
+
+
+def test_a_name_that_no_file_can_have_is_unknown():
+    with pytest.raises(ConfigError, match="there is no such hardware"):
+        read_hardware("a" * 300)
+
+
+def test_a_number_that_no_float_holds_is_refused():
+    with pytest.raises(ConfigError, match="does not fit"):
+        compose_plan([f"plan.memory_gib={'1' * 400}"])
 
 
 def test_an_unknown_name_gets_the_nearest():
@@ -146,6 +158,21 @@ def test_without_a_gpu_the_machine_is_measured(monkeypatch):
     assert all(math.isfinite(value) and value > 0 for value in (hardware.kernel_us, hardware.memory_gb_per_second))
     # Between a core of twenty years ago and a large one of today.
     assert 1e9 < hardware.peak_flops(Precision.fp32) < 1e13
+
+
+def test_a_machine_is_measured_once_for_each_number_of_cores_that_a_job_has(tmp_path, monkeypatch):
+    measured = []
+
+    def measure(processes):
+        measured.append(processes)
+        return replace(read_hardware("l4"), devices_per_machine=processes)
+
+    monkeypatch.setattr(machines, "measure_cpu", measure)
+    for cores in (8, 8, 2):
+        monkeypatch.setattr("hfdist.host_cores.os.sched_getaffinity", lambda _, cores=cores: range(cores))
+        assert machines.measure_cpu_once(tmp_path, 4) == measure(4)
+        measured.pop()
+    assert measured == [4, 4]
 
 
 def test_mfu_is_of_gpus_alone():

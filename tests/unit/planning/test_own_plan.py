@@ -99,6 +99,17 @@ def test_a_plan_that_takes_too_long_is_given_up(monkeypatch):
     assert time.monotonic() - begin < 10
 
 
+def test_no_process_outlives_a_run_that_takes_no_plan():
+    plan = OwnPlan(lambda: time.sleep(60))
+    child = psutil.Process(plan._pid)
+    del plan
+    assert not child.is_running()
+    plan = OwnPlan(partial(bytes, 2**24))
+    # As where this process is killed: what is answered is more than a socket holds.
+    plan._connection.close()
+    psutil.Process(plan._pid).wait(10)
+
+
 def test_what_torch_says_where_memory_ends_has_the_next_move():
     with pytest.raises(ResourceError, match="not enough memory") as caught, naming_lack_of_memory(TOO_LARGE):
         torch.empty(2**50)

@@ -2,6 +2,7 @@
 
 import http.client
 import json
+import socket
 import threading
 import time
 from contextlib import contextmanager
@@ -151,6 +152,19 @@ def test_a_foreign_host_is_refused(tmp_path, host):
             response = get(server, path, host=host)
             assert response.status == 403
             assert b"loss" not in response.read()
+
+
+def test_browsers_are_answered_again_once_threads_can_be_started(tmp_path, monkeypatch):
+    def refuse(_):
+        raise RuntimeError("can't start new thread")
+
+    with serving(write_run(tmp_path / "run")) as server:
+        with monkeypatch.context() as patch:
+            patch.setattr(threading.Thread, "start", refuse)
+            for _ in range(65):
+                with socket.create_connection(("127.0.0.1", server.server_port), MOST_SECONDS) as browser:
+                    assert browser.recv(1) == b""
+        assert get(server).status == 200
 
 
 def test_this_machine_by_any_port_is_answered(tmp_path):

@@ -11,6 +11,7 @@ import pytest
 from hfdist.tools.report import compare, curves
 from hfdist.tools.report.drawing.axis import linear, logarithmic
 from hfdist.tools.report.drawing.chart import Chart, Curve, draw
+from hfdist.tools.report.event_marks import find_marks
 from hfdist.tools.report.page import page, parts
 from hfdist.tools.report.reading.run_files import RunFiles
 from tests.marks import many
@@ -350,6 +351,12 @@ def test_events_are_marks_and_words(tmp_path):
     letters = re.findall(r'<g class="mark[^>]*data-from="(mark-0-\d)".*?>(\w|\$)</text></g>', content)
     assert "".join(letter for _, letter in letters[:6]) == "RSBA$E"
     assert all(f'id="{name}"' in content for name, _ in letters)
+
+
+def test_the_marks_of_a_run_without_steps_are_one(tmp_path):
+    events = [event("end", second, step=0, start=second, state="failed", exit_code=3) for second in range(1, 31)]
+    run = read(write_run(tmp_path, lines=[], events=events))
+    assert [(mark.step, mark.letters) for mark in find_marks(run, 20)] == [(0.0, "E")]
 
 
 def test_bars_of_starts_have_their_numbers_and_ends(tmp_path):

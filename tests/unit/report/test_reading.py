@@ -99,20 +99,29 @@ def test_few_points_are_all_kept_and_gaps_stay():
     assert {y for x, y in kept if not 4000 <= x < 6000} == {1.0}
 
 
+def test_of_keys_that_no_run_writes_nothing_is_kept(tmp_path):
+    long, pools = "rewards/" + "a" * 10_000, {f"data/pool-{number}/share": 0.1 for number in range(2000)}
+    run = RunFiles(write_run(tmp_path, lines=[training_line(1) | {long: 1.0, "data/a/other": 1.0} | pools]))
+    run.read()
+    assert run.metrics.figures == {}
+    assert "a" not in run.metrics.shares
+    assert len(run.metrics.shares) == 1000
+
+
 def test_a_run_of_one_step_or_none(tmp_path):
     for lines in ([], [training_line(1)]):
         run = RunFiles(write_run(tmp_path / str(len(lines)), lines=lines))
         assert run.read()
         assert not run.read()
-        assert len(run.steps) == len(lines)
+        assert len(run.metrics.steps) == len(lines)
 
 
 def test_tokens_and_time_of_a_step_between_two_lines(tmp_path):
     lines = [{"step": step, "loss": 1.0, "tokens": 100 * step, "step_seconds": 2.0} for step in (10, 20, 30)]
     run = RunFiles(write_run(tmp_path, lines=lines))
     run.read()
-    assert [run.place(run.tokens, step) for step in (0, 5, 10, 25, 99)] == [0, 500, 1000, 2500, 3000]
-    assert run.seconds == [2.0, 22.0, 42.0]
+    assert [run.metrics.at_step(run.metrics.tokens, step) for step in (0, 5, 10, 25, 99)] == [0, 500, 1000, 2500, 3000]
+    assert run.metrics.seconds == [2.0, 22.0, 42.0]
 
 
 def test_steps_that_are_done_again_replace_those_of_before(tmp_path):
@@ -122,8 +131,8 @@ def test_steps_that_are_done_again_replace_those_of_before(tmp_path):
     write_lines(tmp_path / "metrics.tmp", [*kept, training_line(11, loss=7.0)])
     (tmp_path / "metrics.tmp").replace(tmp_path / "metrics.jsonl")
     assert run.read()
-    assert run.steps == list(range(1, 12))
-    assert run.curve("loss")[-1] == (11.0, 7.0)
+    assert run.metrics.steps == list(range(1, 12))
+    assert run.metrics.curve("loss")[-1] == (11.0, 7.0)
 
 
 def test_ranks_of_a_long_run_stay_few():

@@ -53,6 +53,12 @@ def test_the_furthest_and_best_come_first_and_each_is_a_line(tmp_path):
     assert [trial.number for trial in read_trials(other)] == [1, 0, 2, 4, 3]
 
 
+def test_a_value_that_is_null_has_its_place_on_a_line(tmp_path):
+    values = [{"optimizer.lr": 1e-3, "train.max_grad_norm": None}, {"optimizer.lr": 1e-2, "train.max_grad_norm": 1.0}]
+    html = sweep(write_sweep(tmp_path / "sweep", [(one, [2.0]) for one in values]))
+    assert [len(points.split()) for points in re.findall(r'<polyline [^>]*points="([^"]*)"', html)] == [3, 3]
+
+
 def test_the_metric_stands_over_each_swept_value(tmp_path):
     html = sweep(write_sweep(tmp_path / "sweep", TRIALS))
     rates, names = html.split('<figure class="chart">')[1:3]

@@ -1,20 +1,25 @@
 """The command line of a sweep: mistakes are told before anything starts, and presets fit the runs that are shipped."""
 
+import errno
 import json
+import os
 from dataclasses import replace
 
 import pytest
 
+from hfdist.config.composition.compose import compose_config
 from hfdist.config.sweep import SECTION, LauncherName, Sampler
-from hfdist.errors import ConfigError, HfdistError
+from hfdist.errors import ConfigError, HfdistError, ResourceError
 from hfdist.records import RunFolder
 from hfdist.records.trials import SETTINGS, Trial
 from hfdist.tools.jobs.cluster import compose_cluster
+from hfdist.tools.jobs.job import Job
 from hfdist.tools.jobs.ray import write_ray
 from hfdist.tools.jobs.slurm import write_slurm
 from hfdist.tools.sweep import command
 from hfdist.tools.sweep.command import STUDY, _make_launcher, check_some_have_ended, parse_sweep
 from hfdist.tools.sweep.folder import keep_settings
+from hfdist.tools.sweep.launchers.slurm import SlurmLauncher
 from tests.unit.jobs.jobs import run_script, shell_of
 
 RUN = ("model=tiny", "train.global_batch_size=8")
@@ -191,3 +196,39 @@ def test_a_sweep_that_fails_leaves_its_folder_to_others(tmp_path, monkeypatch):
     with pytest.raises(HfdistError, match="a failure"):
         command._sweep([f"run.dir={tmp_path}", *RUN, LR])
     assert RunFolder(tmp_path).lock.read_text() == ""
+
+
+def test_a_full_disk_is_one_message(tmp_path, monkeypatch):
+    def fill(*_):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    # Where the sweep writes its first file, and with it every later one.
+    monkeypatch.setattr("hfdist.atomic_write.os.fsync", fill)
+    with pytest.raises(ResourceError, match="a file of the sweep cannot be written") as caught:
+        command._sweep([f"run.dir={tmp_path}", *RUN, LR])
+    assert (caught.value.where, caught.value.found) == (str(tmp_path), "No space left on device")
+
+
+@pytest.mark.parametrize(
+    ("said", "jobs"), [("123;cluster", [123]), ("--> Verifying: 2 nodes\n\n77\n", [77]), ("-->\n", [])]
+)
+def test_the_number_of_a_job_is_found_in_what_a_site_adds(tmp_path, monkeypatch, said, jobs):
+    (tmp_path / "said").write_text(said)
+    (tmp_path / "sbatch").write_text(f"#!/bin/sh\ncat {tmp_path}/said\n")
+    (tmp_path / "squeue").write_text("#!/bin/sh\nexit 1\n")
+    for name in ("sbatch", "squeue"):
+        (tmp_path / name).chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    config = compose_config(["run.name=x", *RUN])
+    cluster = compose_cluster("slurm", [])
+
+    def make_job(overrides, path):
+        return Job(recipe="pretrain", arguments=overrides, config=config, cluster=cluster, command=["x"], path=path)
+
+    launcher = SlurmLauncher(make_job)
+    if not jobs:
+        with pytest.raises(ConfigError, match="SLURM does not take the job"):
+            launcher.start([], tmp_path, slot=0, rung=0)
+    else:
+        launcher.start([], tmp_path, slot=0, rung=0)
+        assert [*launcher.read_queue()] == jobs

@@ -78,6 +78,13 @@ def test_a_grid_has_each_combination_once():
         Space([dimension("optimizer.lr=interval(0,1)")]).grid()
 
 
+def test_of_a_grid_that_memory_does_not_hold_the_first_trials_are_made():
+    keys = ("train.max_steps", "train.seed", "optimizer.lr", "optimizer.weight_decay", "optimizer.eps", "data.lanes")
+    space = Space([dimension(f"{key}=range(1,101)") for key in keys])
+    assert [tuple(values.values()) for values in space.grid(102)[-3:]] == [
+        (1, 1, 1, 1, 1, 100), (1, 1, 1, 1, 2, 1), (1, 1, 1, 1, 2, 2)]  # fmt: skip
+
+
 def test_examples_have_each_extreme_and_each_choice():
     space = Space([dimension(t) for t in (MOMENTUM, "optimizer.name=adamw,sgd", "optimizer.lr=interval(0,1)")])
     examples = list(space.examples())
@@ -98,6 +105,12 @@ def test_a_condition_must_be_able_to_hold():
         Space([dimension(MOMENTUM)])
     with pytest.raises(ConfigError, match="nothing varies"):
         Space([])
+
+
+def test_a_key_that_varies_twice_is_refused():
+    with pytest.raises(ConfigError, match="varies twice") as caught:
+        Space([dimension("optimizer.lr=1,2"), dimension("optimizer.lr=3,4")])
+    assert caught.value.where == "optimizer.lr"
 
 
 def test_values_are_written_as_overrides():

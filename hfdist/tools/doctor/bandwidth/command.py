@@ -7,14 +7,14 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from hfdist.config.cli.arguments import FLAG, as_command, read_arguments, read_flag, read_number
+from hfdist.config.cli.arguments import FLAG, as_command, read_arguments, read_flag
 from hfdist.config.cli.process_end import stop_everywhere, told_in_one_message
 from hfdist.config.composition.overrides import COMMAND_LINE
 from hfdist.config.paths import expand_user
 from hfdist.config.run import AUTO
 from hfdist.errors import ConfigError
+from hfdist.tools.doctor.arguments import read_processes, read_seconds
 from hfdist.tools.doctor.bandwidth.figures import LEAST_LINK_BYTES, describe_size, read_size
-from hfdist.tools.doctor.processes import read_processes
 
 if TYPE_CHECKING:
     from hfdist.tools.doctor.bandwidth.measure import Request
@@ -76,7 +76,7 @@ def _measure(arguments: list[str]) -> None:
     request = Request(
         processes=processes,
         largest_bytes=largest_bytes,
-        call_seconds=float(read_number(values, "call_seconds", "60")),
+        call_seconds=read_seconds(values, "call_seconds", "60"),
         as_json=read_flag(values, "json"),
         out=out,
         hardware=values.get("hardware"),

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from hfdist.tools.report.drawing.axis import linear
 from hfdist.tools.report.drawing.frame import TOP, frame, labels_below
-from hfdist.tools.report.reading.run_files import Span
+from hfdist.tools.report.reading.timeline import Span
 from hfdist.units import count, share
 
 COMPUTE = ("forward", "backward", "backward_input", "backward_weight")

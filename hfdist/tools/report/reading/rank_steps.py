@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 from itertools import starmap, zip_longest
 from typing import TypeVar
 
-from hfdist.records import RankColumn
-from hfdist.records.lines import STEPS
+from hfdist.records.rank_lines import STEPS, RankColumn
 from hfdist.tools.report.text import number, numbers
 
 Number = TypeVar("Number", int, float)

@@ -13,14 +13,20 @@ LOG = "log.txt"
 class LaunchedTrial(Protocol):
     """A trial that was started."""
 
-    slot: int
-    rung: int
-    exit_code: int | None
-    """Exit code of a trial that has ended; below zero: the signal that ended it; None: not known."""
+    @property
+    def slot(self) -> int:
+        """The place among those that run side by side, from 0."""
 
     @property
-    def has_ended(self) -> bool:
-        """Whether the trial neither runs nor waits to run."""
+    def rung(self) -> int:
+        """The rung to whose end it trains, from 0."""
+
+    @property
+    def exit_code(self) -> int | None:
+        """Exit code, once `poll` has said that it has ended; below zero: a signal ended it; None: not known."""
+
+    def poll(self) -> bool:
+        """Look whether the trial has ended: it neither runs nor waits to run. `exit_code` is set then."""
 
     def stop(self, *, can_save: bool) -> None:
         """Tell the trial to save and to stop. Call it once.

@@ -25,7 +25,7 @@ class TrialProcess:
     def __init__(self, process: psutil.Process, slot: int, rung: int) -> None:
         self._process, self.slot, self.rung = process, slot, rung
         self.exit_code: int | None = None
-        """Exit code; below zero: the signal that has ended it; None: it runs, or another process has started it."""
+        """See `LaunchedTrial`. That of a trial that another process has started is not known."""
 
     @classmethod
     def start(
@@ -65,9 +65,8 @@ class TrialProcess:
         """Process id of the first process; it is the id of the session, too."""
         return self._process.pid
 
-    @property
-    def has_ended(self) -> bool:
-        """Whether it does not run any more."""
+    def poll(self) -> bool:
+        """Look whether it does not run any more."""
         try:
             # A child that nobody waits for is a zombie; one of another process is gone.
             if self._process.is_running() and self._process.status() != psutil.STATUS_ZOMBIE:

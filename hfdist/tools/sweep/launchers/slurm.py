@@ -45,10 +45,12 @@ class SlurmLauncher:
         # The sweep itself decides whether a trial starts again, whatever the site or cluster.slurm.options say.
         options = ["--parsable", "--no-requeue", f"--output={folder.resolve() / LOG}", "--open-mode=append"]
         said = _try("sbatch", *options, f"--comment={_MARK}{trial_mark(slot, rung, folder)}", str(path))
-        if said.returncode != 0:
-            found = " ".join(said.stderr.split())
+        # Where a site has put a program of its own before sbatch, that says more.
+        numbers = re.findall(r"^(\d+)(?:;.*)?$", said.stdout, flags=re.MULTILINE)
+        if said.returncode != 0 or not numbers:
+            found = " ".join((said.stderr or said.stdout).split())
             raise ConfigError("SLURM does not take the job", where="sweep.launcher", found=found, hint=f"sbatch {path}")
-        job = int(said.stdout.split(";")[0])
+        job = int(numbers[-1])
         self._queue[job] = ""
         # What was read before does not know it.
         self._read_at = 0.0
@@ -90,8 +92,8 @@ class SlurmTrial:
         self._launcher, self._job, self.slot, self.rung = launcher, job, slot, rung
         self.exit_code: int | None = None
 
-    @property
-    def has_ended(self) -> bool:
+    def poll(self) -> bool:
+        """See `LaunchedTrial`."""
         if self._job in self._launcher.read_queue():
             return False
         # SLURM forgets a job some minutes after its end.
@@ -102,6 +104,7 @@ class SlurmTrial:
         return True
 
     def stop(self, *, can_save: bool) -> None:
+        """See `LaunchedTrial`."""
         # To the run and not to the script, and without an end by force; before there is a step, it would reach nobody.
         _run("scancel", *(["--signal=TERM"] if can_save else []), str(self._job))
 

@@ -1,14 +1,17 @@
-"""Whether a model computes packed rows with images as it does each by itself, and the positions that it has for them.
+"""What a small model tells of rows with images: their positions, whether they may be packed, what each image calls.
 
-Both are asked of a small model of the same class: no list of types is kept.
+It is asked of each type, so that no list of types is kept.
 """
 
 from __future__ import annotations
 
 import inspect
+import logging
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
+from torch import nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
 from transformers import PreTrainedConfig, PreTrainedModel
 
@@ -16,6 +19,8 @@ from hfdist.errors import first_line
 from hfdist.models.cache_use import without_cache
 from hfdist.models.differences import largest_difference
 from hfdist.models.image_text import make_small
+
+logger = logging.getLogger(__name__)
 
 Batch = Mapping[str, torch.Tensor]
 _BOUND = 1e-5
@@ -78,3 +83,49 @@ def _run(model: PreTrainedModel, batches: Sequence[Batch]) -> tuple[torch.Tensor
         loss.backward()
         total += loss.detach()
     return total, [torch.zeros_like(p) if p.grad is None else p.grad.clone() for p in model.parameters()]
+
+
+def module_of_each_image(architecture: PreTrainedConfig, make_batches: Callable[[], Sequence[Batch]]) -> str | None:
+    """Give the name of a module with weights that batches call another number of times; None: there is none.
+
+    Ranks with other images would call it another number of times, and ZeRO-3 gathers weights in each call.
+
+        one image     tower  norm  projector
+        two images    tower  norm  projector  norm  projector
+
+    Args:
+        architecture: of the model.
+        make_batches: gives batches with labels, which have one image and more.
+
+    Returns:
+        None, too, where no small model of the type can be tried, which is told.
+    """
+    try:
+        small, batches = make_small(architecture), make_batches()
+        counts = [_count_calls(small, batch) for batch in batches]
+    except Exception as error:  # whatever a model raises that cannot be made small
+        logger.warning(
+            "images: whether each one calls a module is not known, and ranks under ZeRO-3 could wait for ever: %s",
+            first_line(error),
+        )
+        return None
+    called = dict.fromkeys(name for one in counts for name in one)
+    return next((name for name in called if len({one[name] for one in counts}) > 1), None)
+
+
+def _count_calls(model: nn.Module, batch: Batch) -> Counter[str]:
+    """Count the calls of each module that has weights of its own."""
+    calls: Counter[str] = Counter()
+
+    def count(name: str) -> Callable[..., None]:
+        return lambda *_: calls.update([name])
+
+    own = [(name, module) for name, module in model.named_modules() if next(module.parameters(False), None) is not None]
+    hooks = [module.register_forward_pre_hook(count(name)) for name, module in own]
+    try:
+        with torch.no_grad():
+            model(**batch)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return calls

@@ -1,0 +1,66 @@
+"""Memory of the host where a save keeps what training is about to change."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+_ALIGNMENT_BYTES = 64
+
+Layout = list[tuple[int, torch.dtype]]
+"""Bytes and type of each copy."""
+
+
+class HostCopy:
+    """Copies of tensors in memory that is made once: new memory is slow."""
+
+    def __init__(self) -> None:
+        self._layout: Layout = []
+        self._copies: list[torch.Tensor] = []
+        self._stream = torch.cuda.Stream() if torch.cuda.is_available() else None
+
+    def reserve(self, layout: Layout) -> None:
+        """Make the memory for copies of so many bytes and such types beforehand."""
+        self._make(layout)
+        if self._stream is None:
+            for copy in self._copies:
+                # Else the system gives each page when it is first written, while training stands still.
+                copy.zero_()
+
+    def _make(self, layout: Layout) -> None:
+        """Make the memory, unless it is there."""
+        if layout == self._layout:
+            return
+        # Freed first: two would not always fit.
+        self._layout, self._copies = [], []
+        # On the device of this rank, in another thread too.
+        with torch.cuda.stream(self._stream):
+            self._copies = _allocate(layout)
+        self._layout = layout
+
+    def take(self, live: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        """Copy tensors into flat views of one buffer, over the copies that were taken before."""
+        self._make(layout_of(live))
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream())
+        # A device copies what the steps so far have left. Only that is awaited: not what communicates beside.
+        with torch.cuda.stream(self._stream):
+            for copy, elements in zip(self._copies, live, strict=True):
+                copy.view(elements.shape).copy_(elements, non_blocking=True)
+        if self._stream is not None:
+            self._stream.synchronize()
+        return self._copies
+
+
+def layout_of(live: Sequence[torch.Tensor]) -> Layout:
+    """Give what copies of tensors take."""
+    return [(elements.nbytes, elements.dtype) for elements in live]
+
+
+def _allocate(layout: Layout) -> list[torch.Tensor]:
+    """Give views of one new buffer."""
+    sizes = [-(-num_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES for num_bytes, _ in layout]
+    # Page-locked, so that a device copies at full speed.
+    buffer = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=torch.cuda.is_available())
+    return [part[:num_bytes].view(dtype) for part, (num_bytes, dtype) in zip(buffer.split(sizes), layout, strict=True)]

@@ -1,0 +1,85 @@
+"""Held-out rows of one document each, with their images, as an array that is cached: no image is in it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch.utils.data import Dataset
+
+from hfdist.config.data import DataConfig, RowFormat
+from hfdist.data.documents.corpus import Corpus
+from hfdist.data.documents.image_reader import ImageReader
+from hfdist.data.marks import are_images
+from hfdist.data.order.lane_state import Place
+from hfdist.data.order.records import make_records
+from hfdist.data.packing.packed_images import packed_row
+from hfdist.data.packing.sequence import Sequence as PackedSequence
+from hfdist.data.packing.sequence import image_row
+from hfdist.data.tokenization.image_tokens import ImageTokens
+
+
+class ImageRow(NamedTuple):
+    """A document, and its tokens with their marks. In the array: its number, how many tokens follow, and these."""
+
+    document: int
+    tokens: NDArray[np.integer]
+
+
+_BEFORE_TOKENS = 2
+"""Columns of the array before the tokens."""
+
+
+def write_rows(rows: Sequence[ImageRow]) -> NDArray[np.int32]:
+    """Give rows as an array, as wide as the longest needs."""
+    longest = max(len(row.tokens) for row in rows)
+    written = np.zeros((len(rows), _BEFORE_TOKENS + longest), dtype=np.int32)
+    for line, row in zip(written, rows, strict=True):
+        line[:_BEFORE_TOKENS] = row.document, len(row.tokens)
+        line[_BEFORE_TOKENS : _BEFORE_TOKENS + len(row.tokens)] = row.tokens
+    return written
+
+
+class HeldOutImages(Dataset[dict[str, torch.Tensor]]):
+    """Held-out rows whose images are decoded when an item is asked for.
+
+    An item has what `image_row` gives: no two need have the same length or the same names. A preference is two
+    documents, its answers, and has what `packed_row` gives.
+    """
+
+    def __init__(self, rows: NDArray[np.int32], corpus: Corpus, images: ImageTokens, config: DataConfig) -> None:
+        self._rows, self._corpus, self._images = rows, corpus, images
+        self._reader = ImageReader(corpus, images, config)
+        self._are_pairs, self._keeps_columns = config.format is RowFormat.preference, config.keep_columns
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def has_image(self, index: int) -> bool:
+        """Whether an item has an image, which this does not decode."""
+        return bool(are_images(self._read(index).tokens).any())
+
+    def images(self, index: int) -> dict[str, torch.Tensor]:
+        """Give what a forward takes of the images of an item, which is no pair."""
+        return {name: values for name, values in self[index].items() if name not in self._images.text_names}
+
+    def columns(self, index: int) -> Iterator[Mapping[str, object]]:
+        """Give the other columns of the row of an item; nothing at all without them."""
+        if self._keeps_columns:
+            yield from self._corpus.columns([self._read(index).document]).values()
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        document, tokens = self._read(index)
+        length = len(tokens)
+        records = make_records(1, document=document, num_tokens=length)
+        sequence = self._reader.read(PackedSequence([tokens], [length], [], Place(), length, 1, records))
+        if self._are_pairs:
+            return packed_row(sequence, self._images, tells_images=True)
+        return image_row(sequence, self._images)
+
+    def _read(self, index: int) -> ImageRow:
+        document, num_tokens = self._rows[index][:_BEFORE_TOKENS].tolist()
+        return ImageRow(document, np.array(self._rows[index][_BEFORE_TOKENS : _BEFORE_TOKENS + num_tokens]))
