@@ -140,9 +140,10 @@ def _values_per_weight(optimizer: OptimizerConfig) -> float:
 
 def _num_tied(model: PreTrainedModel) -> float:
     """Count the elements that the head shares with the embedding."""
-    ends = input_embeddings(model), model.get_output_embeddings()
-    embedding, head = (getattr(module, "weight", None) for module in ends)
-    return float(head.numel()) if head is not None and head is embedding else 0.0
+    head: torch.Tensor | None = getattr(model.get_output_embeddings(), "weight", None)
+    if head is None or head is not getattr(input_embeddings(model), "weight", None):
+        return 0.0
+    return float(head.numel())
 
 
 @dataclass

@@ -40,7 +40,8 @@ def restore_schedule(scheduler: LRScheduler, saved: Mapping[str, Any]) -> None:
         )
     if isinstance(scheduler, LambdaLR):
         rates = [base * rate(steps) for base, rate in zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)]
-        scheduler.last_epoch, scheduler._last_lr = steps, rates
+        scheduler.last_epoch = steps
+        scheduler._last_lr = rates
         for group, rate in zip(scheduler.optimizer.param_groups, rates, strict=True):
             set_rate(group, float(rate))
     elif state is not None:

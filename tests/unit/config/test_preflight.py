@@ -20,6 +20,7 @@ from hfdist.errors import ConfigError
         ("file/x", "a file is in the folder's place"),
         ("link", "cannot be used: No such file"),
         ("link/x", "cannot be used: No such file"),
+        ("a" * 300, "cannot be used: File name too long"),
     ],
 )
 def test_a_run_folder_that_cannot_be_made(folder, what, tmp_path, monkeypatch):
