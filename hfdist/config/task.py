@@ -332,6 +332,7 @@ TRAITS = {
             TaskLoss.reinforce_pp,
         ),
         is_reinforcement=True,
+        reads_images=True,
     ),
     TaskName.rloo: Traits(
         trainer="RLOOTrainer",
@@ -342,6 +343,7 @@ TRAITS = {
         method="by REINFORCE leave-one-out (RLOO, arXiv 2402.14740): its own answers, by their rewards",
         losses=(TaskLoss.rloo,),
         is_reinforcement=True,
+        reads_images=True,
     ),
     TaskName.ppo: Traits(
         trainer="PPOTrainer",

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
+from itertools import islice
 from typing import Any
 
 import torch
 from torch import nn
+from transformers import PreTrainedModel
 
 from hfdist.optim.joined import Group, Joined, run_closure
 
@@ -76,7 +78,7 @@ class MuonWithAdamW:
 
         hfdist.Trainer(..., optimizer_cls_and_kwargs=(hfdist.MuonWithAdamW, {"lr": 3e-4}))
 
-    Muon steps matrices, but for embeddings and the head, which AdamW steps like vectors. Experts that are one tensor
+    Muon steps matrices, but for embeddings and heads, which AdamW steps like vectors. Experts that are one tensor
     are a stack of matrices: each expert's is orthogonalized by itself, and `gate_up_proj` as the one matrix that it is.
     """
 
@@ -103,7 +105,7 @@ class MuonWithAdamW:
             adjust_lr_fn: see `torch.optim.Muon`.
             of_muon: further arguments of `torch.optim.Muon`: momentum, nesterov, ns_coefficients, ns_steps.
         """
-        stacked, apart = set(map(id, stacks_of_experts(model))), embeddings_and_head(model)
+        stacked, apart = set(map(id, stacks_of_experts(model))), embeddings_and_heads(model)
         matrices: list[nn.Parameter] = []
         decayed: list[nn.Parameter] = []
         others: list[nn.Parameter] = []
@@ -146,10 +148,17 @@ def is_bias(name: str) -> bool:
     return "bias" in name
 
 
-def embeddings_and_head(model: nn.Module) -> set[int]:
-    """Give the ids of the parameters of all embeddings, and of the head that gives logits, where there is one."""
-    modules: list[nn.Module | None] = [module for module in model.modules() if isinstance(module, nn.Embedding)]
-    if hasattr(model, "get_output_embeddings"):
-        head: Any = model.get_output_embeddings
-        modules.append(head())
-    return {id(parameter) for module in modules if module is not None for parameter in module.parameters()}
+def embeddings_and_heads(model: nn.Module) -> set[int]:
+    """Give the ids of the parameters of all embeddings, and of the heads of any task: logits, labels, scores, values.
+
+    A head is what a model of transformers, perhaps in a wrapper, has outside of its `base_model`, or gives as its head.
+    """
+    embeddings = (module for module in model.modules() if isinstance(module, nn.Embedding))
+    apart = {id(parameter) for module in embeddings for parameter in module.parameters()}
+    for outermost in islice((module for module in model.modules() if isinstance(module, PreTrainedModel)), 1):
+        inner: nn.Module = outermost.base_model
+        apart |= {*map(id, outermost.parameters())} - {*map(id, inner.parameters())}
+        # Some classes do not say what their base model is.
+        if (head := outermost.get_output_embeddings()) is not None:
+            apart |= {*map(id, head.parameters())}
+    return apart

@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Set
 
 import torch
-from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from hfdist.errors import ConfigError
 from hfdist.optim.check import describe
-from hfdist.optim.muon import embeddings_and_head, is_bias
+from hfdist.optim.muon import embeddings_and_heads, is_bias
 from hfdist.optim.probe import Reach, ask, ignores_gradient_size
 
 _KEY = "optimizer.base_width"
@@ -52,12 +51,10 @@ def hidden_matrices(model: PreTrainedModel, whole_shape: Callable[[torch.Tensor]
         model: whole, or a rank's part of it.
         whole_shape: of a parameter in the whole model.
     """
-    apart = embeddings_and_head(model)
-    # Without the model's head, of whatever task.
-    inner: nn.Module = model.base_model
+    apart = embeddings_and_heads(model)
     return {
         id(parameter)
-        for name, parameter in inner.named_parameters()
+        for name, parameter in model.named_parameters()
         if len(whole_shape(parameter)) >= 2 and id(parameter) not in apart and not is_bias(name)
     }
 

@@ -104,8 +104,10 @@ class Run(RunState):
             set_labels(self.architecture, self.config.data.labels)
         check_special_tokens(self.config, self.data.tokenizer)
         if self.data.images is not None:
-            self.data.stream.needs_image = self.strategy.calls_alike and self.topology.data > 1
-            self.data.stream.tells_images_by_row = self.topology.pipeline > 1
+            # Prompts take their images along, once for each answer, and answers are batches of their own.
+            are_prompts = self.config.task.name.traits.is_reinforcement
+            self.data.stream.needs_image = self.strategy.calls_alike and self.topology.data > 1 and not are_prompts
+            self.data.stream.tells_images_by_row = self.topology.pipeline > 1 or are_prompts
             # Rows may stay apart, and then no attention is told of packed ones.
             self.architecture._attn_implementation = None
             self.why_together = choose_attention(self._here, self.architecture, device_type_here())

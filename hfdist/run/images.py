@@ -58,6 +58,9 @@ def find_images(
         return None
     _check_task(config.task.name)
     _check_layout(config)
+    if config.task.name.traits.is_reinforcement:
+        _check_answers(config)
+        _check_room(config, architecture)
     processor = load_processor(config.model, architecture, tokenizer)
     found = ImageTokens(processor, find_positions(architecture), feature_token(architecture))
     _check_calls(config, architecture, found)
@@ -141,6 +144,46 @@ def _check_task(task: TaskName) -> None:
             found=task.value,
             allowed=", ".join(name.value for name in TaskName if name.traits.reads_images),
             hint=f"{_KEY}=false, which trains on the text of rows whose images are in a column",
+        )
+
+
+def _check_answers(config: RunConfig) -> None:
+    """Refuse what is not tried where prompts with images are answered."""
+    task, strategy = config.task, config.strategy
+    others = {
+        "task.generators": task.generators > 0,
+        "task.generators_port": task.generators_port is not None,
+        "task.server": task.server is not None,
+        "task.environment": task.environment is not None,
+        "task.reward_model": task.reward_model is not None,
+        "task.trained_prompts": task.trained_prompts is not None,
+        "strategy.pipeline": strategy.pipeline > 1,
+        "strategy.sharding": strategy.partitions_in_constructor,
+    }
+    refused = [key for key, is_used in others.items() if is_used]
+    if not refused:
+        return
+    of_task = [key for key in refused if key.startswith("task.")]
+    without = f", without {' and '.join(of_task)}" if of_task else ""
+    raise ConfigError(
+        "prompts with images are answered by the ranks themselves, and this was not tried with it yet",
+        where=", ".join(refused),
+        allowed="one process, ddp, zero1, zero2, fsdp2, strategy.tensor",
+        hint=f"strategy=fsdp2{without}; or {_KEY}=false, which trains on text alone",
+    )
+
+
+def _check_room(config: RunConfig, architecture: PreTrainedConfig) -> None:
+    """Check that the longest prompt need not be cut for its answer: a cut could leave an image without its tokens."""
+    positions = getattr(architecture.get_text_config(), "max_position_embeddings", None)
+    length, new_tokens = config.data.sequence_length, config.task.max_new_tokens
+    if isinstance(positions, int) and 0 < positions < length + new_tokens:
+        raise ConfigError(
+            "prompts with images cannot be cut, and the longest leaves the model no room for an answer",
+            where="data.sequence_length",
+            found=length,
+            allowed=f"<= {positions - new_tokens}: the model's positions less task.max_new_tokens={new_tokens}",
+            hint=f"data.sequence_length={positions - new_tokens}",
         )
 
 

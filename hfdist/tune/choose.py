@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerBase, TrainingArguments
 from hfdist.config.plain_values import plain
 from hfdist.config.run import RunConfig
 from hfdist.config.task import ENVIRONMENT, REWARD_MODEL, TaskName
-from hfdist.data.documents.examples import take_examples
+from hfdist.data.documents.examples import Example, take_examples
 from hfdist.rewards import Generation, Reward, load_rewards
 from hfdist.rewards.code import SANDBOXED
 from hfdist.rewards.registry import Score
@@ -84,13 +84,19 @@ def make_objective(
                 config,
                 _rewards(config, tokenizer, strategy, arguments),
                 tokenizer,
-                examples=[] if held_out is None else take_examples(held_out, config.evaluate.num_generations),
+                examples=_held_out_prompts(held_out, config),
                 lines=_lines(config, num_answers=task.num_generations),
             )
             if task.name is TaskName.online_dpo:
                 return OnlinePreferences(task, rollouts)
             return (ProximalPolicy if task.name is TaskName.ppo else PolicyGradient)(task, rollouts)
     return None
+
+
+def _held_out_prompts(held_out: object, config: RunConfig) -> list[Example]:
+    if held_out is None:
+        return []
+    return take_examples(held_out, config.evaluate.num_generations, with_images=config.task.name.traits.reads_images)
 
 
 def check_special_tokens(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> None:

@@ -2,7 +2,7 @@
 
 row 0   a a a b b           a a a   drawn by (seed, document a, epoch, first token)
 row 1   c c c c .           b b
-c c c c
+                            c c c c
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ def drawn_documents(batch: Batch, seed: int) -> Iterator[tuple[Ids, np.random.Ge
         batch: `input_ids` and `labels` of shape [rows, tokens], with `ORIGINS`.
         seed: of the run.
     """
-    columns = batch["input_ids"].numpy(), (batch["labels"] != IGNORED).numpy(), batch[ORIGINS].tolist()
-    for row, has_label, pieces in zip(*columns, strict=True):
+    ids, has_labels = batch["input_ids"].numpy(), (batch["labels"] != IGNORED).numpy()
+    for row, has_label, pieces in zip(ids, has_labels, batch[ORIGINS].tolist(), strict=True):
         start = 0
         for document, epoch, first_token, num_tokens in pieces:
             place = slice(start, start + num_tokens)

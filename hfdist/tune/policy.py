@@ -31,6 +31,7 @@ from hfdist.tune.advantages import add_advantages
 from hfdist.tune.live_prompts import keep_live
 from hfdist.tune.own_answers import OwnAnswers
 from hfdist.tune.policy_loss import POLICY_LOSSES, Mean, Ratios, of_answers, of_answers_by_token
+from hfdist.tune.reference import image_names
 from hfdist.tune.reference_weights import ReferenceWeights
 from hfdist.tune.rollout import Rollouts
 from hfdist.tune.rollout_rows import (
@@ -172,4 +173,5 @@ class PolicyGradient(OwnAnswers):
         self._largest = torch.maximum(self._largest.to(largest), largest)
 
     def _reduce(self, model: nn.Module, batch: Batch, reduce: Reduce) -> torch.Tensor:
-        return reduce_tokens(self._training.head, model, batch, reduce, temperature=self._task.temperature)
+        temperature, of_images = self._task.temperature, image_names(self._training)
+        return reduce_tokens(self._training.head, model, batch, reduce, temperature=temperature, of_images=of_images)

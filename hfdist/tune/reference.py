@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
+from zipfile import BadZipFile
 
 import numpy as np
 import torch
@@ -18,7 +19,7 @@ from torch import nn
 
 from hfdist.atomic_write import write_atomically
 from hfdist.collectives import gather_json
-from hfdist.errors import CheckpointError
+from hfdist.errors import CheckpointError, first_line
 from hfdist.models.loss import LossHead
 from hfdist.strategies.engine import Batch, Forward
 from hfdist.trainer.step.forwards import evaluating
@@ -26,6 +27,8 @@ from hfdist.trainer.step.objective import Documents, reduce_answers
 from hfdist.trainer.training import Training
 from hfdist.tune.document_table import DocumentTable, Learn, places
 
+_DAMAGED = (OSError, EOFError, BadZipFile, MemoryError, LookupError, ValueError, TypeError, AttributeError)
+"""What numpy raises on files that are none of its own."""
 REFERENCE = "reference"
 """Key of a batch: the reference's log-probability of each document, at its first token; shape [rows, tokens]."""
 
@@ -103,9 +106,16 @@ class ReferenceTable(DocumentTable):
     def _read(self) -> None:
         self._known = {}
         for path in sorted(self._folder.glob("rank-*.npz")):
-            with np.load(path, allow_pickle=False) as file:
-                if str(file["model"]) == self._model:
-                    self._known |= dict(zip(file["keys"].tolist(), file["values"].tolist(), strict=True))
+            try:
+                with np.load(path, allow_pickle=False) as file:
+                    if str(file["model"]) == self._model:
+                        self._known |= dict(zip(file["keys"].tolist(), file["values"].tolist(), strict=True))
+            except _DAMAGED as error:
+                what, hint = (
+                    "a file of the reference's log-probabilities is damaged",
+                    f"rm -r {self._folder}, and start again",
+                )
+                raise CheckpointError(what, where=str(path), found=first_line(error), hint=hint) from error
 
 
 def answers_of(training: Training) -> Callable[[nn.Module, Batch], torch.Tensor]:

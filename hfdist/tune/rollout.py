@@ -21,11 +21,13 @@ from hfdist.config.run import RunConfig
 from hfdist.data.documents.examples import Example
 from hfdist.data.documents.first_examples import are_chats
 from hfdist.data.stream.token_stream import DOCUMENTS
+from hfdist.data.tokenization.image_tokens import ImageTokens
 from hfdist.rewards import Generation, Reward
 from hfdist.rewards.registry import Steps
 from hfdist.strategies.engine import Batch, Forward
 from hfdist.topology import Topology
 from hfdist.trainer.generation.greedy import continue_prompts
+from hfdist.trainer.generation.row_images import RowImages
 from hfdist.trainer.generation.sampling import Sampler
 from hfdist.trainer.training import Training
 from hfdist.tune.acting import Acting
@@ -38,6 +40,7 @@ from hfdist.tune.rollout_rows import (
     TRAINS,
     at_targets,
     fill_id,
+    make_image_rows,
     make_rows,
     read_examples,
 )
@@ -65,6 +68,8 @@ class Rollouts:
     _training: Training
     _topology: Topology
     _sampler: Sampler
+    _image_tokens: ImageTokens | None
+    """What images of the run become; None: it has none."""
 
     def __init__(
         self,
@@ -100,6 +105,7 @@ class Rollouts:
         """
         self._training, self._topology = training, training.strategy.topology
         self._sampler = make_sampler(training, self._tokenizer, self._task)
+        self._image_tokens = None if training.stream is None else training.stream.images
         if self._task.environment is not None:
             self._acting = Acting(
                 self._config,
@@ -110,6 +116,11 @@ class Rollouts:
             )
         if self.generators is not None:
             self.generators.begin(training, self._sampler.limits)
+
+    def _images_of(self, examples: Sequence[Example]) -> RowImages | None:
+        if self._image_tokens is None:
+            return None
+        return RowImages(self._image_tokens, [example.images for example in examples])
 
     def answer(
         self, batches: Sequence[Batch], forwarding: Callable[[], AbstractContextManager[Forward]]
@@ -146,10 +157,10 @@ class Rollouts:
         are_whole = all(
             len(own) == 1 and own[0][0] == len(one.text) for own, one in zip(of_live, generations, strict=True)
         )
-        prompts, built, first = [example.prompt for example in repeated], [], 0
+        built, first = [], 0
         for of_prompts in batches:
             rows = slice(first, first + len(of_prompts["input_ids"]) * count)
-            batch = self._batch(prompts[rows], answers[rows])
+            batch = self._batch(repeated[rows], answers[rows])
             own_steps, most = steps[rows], max(1, *map(len, steps))
             if are_whole:
                 batch |= of_answers(own_steps)
@@ -163,8 +174,13 @@ class Rollouts:
         figures = scores | self._figures(answered) | {"cut_off": cut_off} | self._figures_of_groups(built, live)
         return built, figures
 
-    def _batch(self, prompts: Sequence[list[int]], answers: Sequence[Answer]) -> Batch:
-        batch = make_rows(prompts, answers, fill_id=self._fill_id)
+    def _batch(self, examples: Sequence[Example], answers: Sequence[Answer]) -> Batch:
+        prompts, images = [example.prompt for example in examples], self._images_of(examples)
+        if images is None:
+            batch = make_rows(prompts, answers, fill_id=self._fill_id)
+        else:
+            needs_image = self._training.strategy.calls_alike and self._topology.data > 1
+            batch = make_image_rows(prompts, answers, images, fill_id=self._fill_id, needs_image=needs_image)
         if self._task.mask_truncated or self._acting is not None:
             must_end = self._task.mask_truncated
             trains = [one.fault is None and (one.has_ended or not must_end) for one in answers]
@@ -194,7 +210,13 @@ class Rollouts:
             if self._acting is None:
                 prompts, fill = [example.prompt for example in repeated], self._fill_id
                 answers = answer_prompts(
-                    self._sampler, prompts, seeds, forward, rows_at_once=rows_at_once, fill_id=fill
+                    self._sampler,
+                    prompts,
+                    seeds,
+                    forward,
+                    rows_at_once=rows_at_once,
+                    fill_id=fill,
+                    images=self._images_of(repeated),
                 )
                 return repeated, answers
             names = [episode_name(self._seed, number) for number in numbers for _ in range(count)]
@@ -213,6 +235,7 @@ class Rollouts:
             topology=self._topology,
             rows_at_once=rows_at_once,
             uses_cache=self._sampler.uses_cache,
+            images=self._images_of(self._examples),
         )
         # These lack the token that ended them, which a reward model reads.
         ends = [[self._tokenizer.eos_token_id] if len(own) < limits.max_new_tokens else [] for own in answers]

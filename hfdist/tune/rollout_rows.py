@@ -4,12 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
 from transformers import PreTrainedTokenizerBase
 
 from hfdist.config.batch import IGNORED
 from hfdist.data.documents.examples import Example
+from hfdist.data.packing.row_images import split_images
+from hfdist.data.packing.sequence import stack_rows
 from hfdist.strategies.engine import Batch
+from hfdist.trainer.generation.row_images import RowImages
 from hfdist.tune.answer import Answer
 
 REWARDS = "rewards"
@@ -47,17 +51,33 @@ def trained_tokens(batch: Batch) -> torch.Tensor:
 def read_examples(batch: Batch, room: int | None) -> list[Example]:
     """Split each row, of one document, at its first run of targets; of a longer prompt the last `room` tokens stay.
 
-    Nothing is the prompt of a row without targets.
+    Nothing is the prompt of a row without targets. Images come with their rows: see `split_images`.
     """
     found = []
-    masks = batch["attention_mask"].tolist()
-    for ids, labels, mask in zip(batch["input_ids"].tolist(), batch["labels"].tolist(), masks, strict=True):
+    names, images = ("input_ids", "labels", "attention_mask"), split_images(batch)
+    for ids, labels, mask, seen in zip(*(batch[name].tolist() for name in names), images, strict=True):
         stop = sum(mask)
         first = next((place for place in range(stop) if labels[place] != IGNORED), 0)
         end = next((place for place in range(first, stop) if labels[place] == IGNORED), stop)
         prompt = ids[:first] if room is None else ids[:first][-room:]
-        found.append(Example(prompt=prompt, reference=ids[first:end] if first else []))
+        found.append(Example(prompt=prompt, reference=ids[first:end] if first else [], images=seen))
     return found
+
+
+def make_image_rows(
+    prompts: Sequence[Sequence[int]], answers: Sequence[Answer], images: RowImages, *, fill_id: int, needs_image: bool
+) -> Batch:
+    """Make a batch as `make_rows` does, of rows with images: a mask says what fills up, in place of positions.
+
+    `needs_image`: as of `stack_rows`.
+    """
+    rows = []
+    for prompt, answer, seen in zip(prompts, answers, images.rows, strict=True):
+        ids = np.array([*prompt, *answer.tokens], dtype=np.int64)
+        is_target = np.array([False] * len(prompt) + answer.is_drawn)
+        are_features = np.isin(ids, images.tokens.ids) & (np.arange(len(ids)) < len(prompt))
+        rows.append({**images.tokens.row(ids, are_features, np.where(is_target, ids, IGNORED)), **seen})
+    return stack_rows(rows, fill_id, images.tokens, needs_image=needs_image)
 
 
 def make_rows(prompts: Sequence[Sequence[int]], answers: Sequence[Answer], *, fill_id: int) -> Batch:

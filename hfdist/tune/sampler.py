@@ -11,6 +11,7 @@ from hfdist.config.task import TaskConfig
 from hfdist.strategies.engine import Forward
 from hfdist.trainer.generation.continuation import can_use_cache
 from hfdist.trainer.generation.limits import find_limits
+from hfdist.trainer.generation.row_images import RowImages
 from hfdist.trainer.generation.sampling import Sampler, Sampling
 from hfdist.trainer.training import Training
 from hfdist.tune.answer import Answer
@@ -35,10 +36,11 @@ def answer_prompts(
     *,
     rows_at_once: int,
     fill_id: int,
+    images: RowImages | None = None,
 ) -> list[Answer]:
     """Give an answer to each prompt, and none to one without tokens. A collective; see `Sampler.draw`."""
     # All ranks sample equally many rows.
     rows = [prompt or [fill_id] for prompt in prompts]
-    drawn = sampler.draw(rows, seeds, forward, rows_at_once=rows_at_once)
+    drawn = sampler.draw(rows, seeds, forward, rows_at_once=rows_at_once, images=images)
     ends = sampler.limits.end_ids
     return [Answer.of(*one, end_ids=ends) if prompt else Answer() for prompt, one in zip(prompts, drawn, strict=True)]

@@ -185,7 +185,7 @@ def write_answers(pairs):
         # Packed rows of gemma3 see each other.
         ("gemma3", (), "pairs of answers are packed"),
         ("llava", ("task=kto",), "this task does not read images yet"),
-        many("llava", ("task=grpo", "task.rewards={arithmetic: 1.0}"), "this task does not read images yet"),
+        many("llava", ("task=ppo", "task.rewards={arithmetic: 1.0}"), "this task does not read images yet"),
     ],
 )
 def test_what_is_not_computed_alike_is_refused_before_weights(

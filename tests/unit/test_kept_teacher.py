@@ -13,6 +13,7 @@ from hfdist.errors import CheckpointError, ResourceError
 from hfdist.tune import kept_teacher
 from hfdist.tune.document_table import places
 from hfdist.tune.kept_teacher import KeptTeacher
+from hfdist.tune.reference import ReferenceTable
 
 COUNT, VOCABULARY = 3, 11
 TASK = TaskConfig(name=TaskName.distill, teacher="teacher", teacher_top_k=COUNT)
@@ -145,3 +146,20 @@ def test_files_are_numbered_on(tmp_path):
     table._read()
     assert table.num_documents == 6
     assert len(list(places(batch))) == 3
+
+
+@pytest.mark.parametrize("content", [b"", b"PK\x03\x04", b"\x93NUMPY\x01\x00", b"half"])
+def test_a_damaged_file_of_the_reference_is_refused(tmp_path, content):
+    table = ReferenceTable(tmp_path, "model")
+    table._known = {1: -0.5, 2: -1.0}
+    table._write(0)
+    [path] = tmp_path.glob("rank-*.npz")
+    whole = path.read_bytes()
+    path.write_bytes(whole[: len(whole) // 2] if content == b"half" else content)
+    with pytest.raises(CheckpointError, match="log-probabilities is damaged") as refused:
+        ReferenceTable(tmp_path, "model")._read()
+    assert refused.value.where == str(path)
+    path.write_bytes(whole)
+    again = ReferenceTable(tmp_path, "model")
+    again._read()
+    assert again._known == table._known

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
-from transformers import Adafactor
+from transformers import Adafactor, LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 from transformers.training_args import OptimizerNames
 
 from hfdist.config.composition.compose import compose_config
@@ -243,12 +243,15 @@ def test_several_step_as_each_by_itself():
     assert describe(joined) == "SGD and AdamW"
 
 
-def test_muon_steps_matrices_alone():
-    model = nn.Sequential(nn.Embedding(8, 4), nn.Linear(4, 6), nn.LayerNorm(6))
-    model.get_output_embeddings = lambda: model[1]
-    assert [len(group["params"]) for group in MuonWithAdamW()(model).param_groups] == [0, 2, 3]
-    del model.get_output_embeddings
-    assert [len(group["params"]) for group in MuonWithAdamW()(model).param_groups] == [1, 1, 3]
+@pytest.mark.parametrize("kind", [LlamaForCausalLM, LlamaForSequenceClassification])
+def test_muon_steps_matrices_alone(kind):
+    """Not embeddings, nor a head of any task: logits, scores, or values."""
+    sizes = {"vocab_size": 16, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1}
+    model = kind(LlamaConfig(**sizes, num_attention_heads=2, num_labels=3))
+    model.add_module("value", nn.Linear(8, 1, bias=False))
+    num_matrices, num_norms = len([*model.model.layers.parameters()]) - 2, 3
+    groups = [len(group["params"]) for group in MuonWithAdamW()(nn.Sequential(model)).param_groups]
+    assert groups == [num_matrices, 3, num_norms]
 
 
 class ToyExperts(nn.Module):

@@ -1,5 +1,7 @@
 """Rows in slots: the tokens of `generate` for all that a model keeps, in any order, and each prompt is read once."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
@@ -9,8 +11,8 @@ from hfdist.models.slot_cache import SlotCache, _Keys
 from hfdist.topology import Topology
 from hfdist.trainer.generation.continuation import can_use_cache, continue_rows
 from hfdist.trainer.generation.limits import GenerationLimits
-from hfdist.trainer.generation.sampling import Sampling, TokenLogProbabilities, make_score
-from hfdist.trainer.generation.score import likeliest
+from hfdist.trainer.generation.sampling import Sampling, TokenLogProbabilities, make_choice
+from hfdist.trainer.generation.score import LIKELIEST
 from hfdist.trainer.generation.slots import Slots
 from tests.marks import many
 from tests.unit.test_evaluators import make_model
@@ -25,7 +27,7 @@ def answer(model, prompts=PROMPTS, seeds=None, slots=3, record=None, **limits):
         with torch.no_grad():
             return [function(model, batch)]
 
-    score, extras = (likeliest, None) if seeds is None else make_score(seeds, Sampling(temperature=2.0))
+    choice = LIKELIEST if seeds is None else make_choice(seeds, Sampling(temperature=2.0))
     limits = {"max_new_tokens": NUM_TOKENS, "end_ids": frozenset(), "most_tokens": None} | limits
     return continue_rows(
         prompts,
@@ -34,8 +36,7 @@ def answer(model, prompts=PROMPTS, seeds=None, slots=3, record=None, **limits):
         topology=Topology(),
         rows_at_once=slots,
         uses_cache=True,
-        score=score if record is None else record.recording(score),
-        extras=extras,
+        choice=choice if record is None else replace(choice, score=record.recording(choice.score)),
     )
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from hfdist.data.documents.held_out import HeldOut, HeldOutSources
+from hfdist.data.documents.held_out import HeldOutSet, HeldOutSources
 from hfdist.data.documents.held_out_images import HeldOutImages
 from hfdist.data.packing.sequence import IGNORED
 
@@ -24,28 +24,34 @@ class Example:
     reference: list[int]
     columns: Mapping[str, object] = field(default_factory=dict)
     """The other columns of its row, where they are kept."""
+    images: Mapping[str, torch.Tensor] = field(default_factory=dict)
+    """What a forward takes of the images of the prompt; the first axis is of images or patches."""
 
 
-def take_examples(held_out: object, num_examples: int) -> list[Example]:
+def take_examples(held_out: object, num_examples: int, *, with_images: bool = False) -> list[Example]:
     """Give the first examples of a held-out set; of several sources about equally many of each.
 
     Items have `input_ids` and `labels` of shape [tokens], and `position_ids` where they hold several documents.
+    Without `with_images` those that have images are passed over.
     """
     parts = list(held_out.parts.values()) if isinstance(held_out, HeldOutSources) else [held_out]
     shares = [num_examples // len(parts) + (place < num_examples % len(parts)) for place in range(len(parts))]
-    return [example for part, share in zip(parts, shares, strict=True) for example in islice(_examples(part), share)]
+    found = (islice(_examples(part, with_images), share) for part, share in zip(parts, shares, strict=True))
+    return [example for own in found for example in own]
 
 
-def _examples(items: Any) -> Iterator[Example]:
+def _examples(items: Any, with_images: bool) -> Iterator[Example]:
     for index in range(len(items)):
+        images: Mapping[str, torch.Tensor] = {}
         if isinstance(items, HeldOutImages) and items.has_image(index):
-            # What continues a prompt is given tokens alone.
-            continue
-        columns = items.columns(index) if isinstance(items, HeldOut) else iter(())
+            if not with_images:
+                continue
+            images = items.images(index)
+        columns = items.columns(index) if isinstance(items, HeldOutSet) else iter(())
         for ids, labels in documents_of(items[index]):
             example, own = split_document(ids, labels), next(columns, {})
             if example is not None:
-                yield replace(example, columns=own)
+                yield replace(example, columns=own, images=images)
 
 
 def documents_of(item: Mapping[str, torch.Tensor]) -> Iterator[tuple[list[int], list[int]]]:

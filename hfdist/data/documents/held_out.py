@@ -12,11 +12,10 @@ from numpy.typing import NDArray
 from torch.utils.data import ConcatDataset, Dataset
 from transformers import PreTrainedTokenizerBase
 
-from hfdist.config.data import DataConfig, RowFormat, cache_dir
+from hfdist.config.data import DataConfig, cache_dir
 from hfdist.data.cache import cached_array, digest_of
 from hfdist.data.documents.corpus import Corpus, open_corpus
 from hfdist.data.documents.held_out_images import HeldOutImages, ImageRow, write_rows
-from hfdist.data.documents.image_reader import ImageReader
 from hfdist.data.documents.nothing_held_out import HeldOutCounts, explain_nothing
 from hfdist.data.documents.token_reader import Documents, open_token_cache
 from hfdist.data.order.lane_state import Place
@@ -107,8 +106,7 @@ def build_held_out(
     path = cache_dir(config) / "held_out" / f"{_cache_key(corpus, encoders, config, one_each)}.npy"
     if images is not None:
         rows = cached_array(path, lambda: _take_each(corpus, encoders, config))
-        are_pairs = config.format is RowFormat.preference
-        return HeldOutImages(rows, ImageReader(corpus, images, config), images, are_pairs=are_pairs)
+        return HeldOutImages(rows, corpus, images, config)
     return HeldOut(cached_array(path, lambda: _pack(corpus, encoders, config, one_each)), corpus, one_each=one_each)
 
 

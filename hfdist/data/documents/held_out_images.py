@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -10,6 +10,8 @@ import torch
 from numpy.typing import NDArray
 from torch.utils.data import Dataset
 
+from hfdist.config.data import DataConfig, RowFormat
+from hfdist.data.documents.corpus import Corpus
 from hfdist.data.documents.image_reader import ImageReader
 from hfdist.data.marks import are_images
 from hfdist.data.order.lane_state import Place
@@ -44,14 +46,14 @@ def write_rows(rows: Sequence[ImageRow]) -> NDArray[np.int32]:
 class HeldOutImages(Dataset[dict[str, torch.Tensor]]):
     """Held-out rows whose images are decoded when an item is asked for.
 
-    An item has what `image_row` gives: no two need have the same length or the same names. With `are_pairs` a row is
-    two documents, the answers of a preference, and an item has what `packed_row` gives.
+    An item has what `image_row` gives: no two need have the same length or the same names. A preference is two
+    documents, its answers, and has what `packed_row` gives.
     """
 
-    def __init__(
-        self, rows: NDArray[np.int32], reader: ImageReader, images: ImageTokens, *, are_pairs: bool = False
-    ) -> None:
-        self._rows, self._reader, self._images, self._are_pairs = rows, reader, images, are_pairs
+    def __init__(self, rows: NDArray[np.int32], corpus: Corpus, images: ImageTokens, config: DataConfig) -> None:
+        self._rows, self._corpus, self._images = rows, corpus, images
+        self._reader = ImageReader(corpus, images, config)
+        self._are_pairs, self._keeps_columns = config.format is RowFormat.preference, config.keep_columns
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -59,6 +61,15 @@ class HeldOutImages(Dataset[dict[str, torch.Tensor]]):
     def has_image(self, index: int) -> bool:
         """Whether an item has an image, which this does not decode."""
         return bool(are_images(self._read(index).tokens).any())
+
+    def images(self, index: int) -> dict[str, torch.Tensor]:
+        """Give what a forward takes of the images of an item, which is no pair."""
+        return {name: values for name, values in self[index].items() if name not in self._images.text_names}
+
+    def columns(self, index: int) -> Iterator[Mapping[str, object]]:
+        """Give the other columns of the row of an item; nothing at all without them."""
+        if self._keeps_columns:
+            yield from self._corpus.columns([self._read(index).document]).values()
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         document, tokens = self._read(index)

@@ -31,6 +31,13 @@ def stack_images(rows: Sequence[Mapping[str, torch.Tensor]], *, tells_rows: bool
     return batch | {key: torch.tensor(of_rows) for key, of_rows in counts.items()}
 
 
+def split_images(batch: Mapping[str, torch.Tensor]) -> list[dict[str, torch.Tensor]]:
+    """Give the tensors of the images of each row of a batch that says how much of them is of which row."""
+    parts = {name: batch[name].split(counts_of(batch, name).tolist()) for name in counted_names(batch)}
+    num_rows = len(batch["input_ids"])
+    return [{name: own[row] for name, own in parts.items() if len(own[row])} for row in range(num_rows)]
+
+
 def counted_names(batch: Mapping[str, object]) -> list[str]:
     """Give the names of the tensors of images in a batch that says how much of them is of which row."""
     return [key.removeprefix(_COUNTS) for key in batch if key.startswith(_COUNTS)]

@@ -292,6 +292,4 @@ def write_example(form: RowColumns, row: Row, rules: ImageRules | None, where: s
     checked = check_size(len(text), where=where) or check_text(text, where=where)
     if not files or isinstance(checked, BadRow):
         return checked
-    with_images = WithImages(checked)
-    with_images.files = files
-    return with_images
+    return WithImages.of(checked, files)

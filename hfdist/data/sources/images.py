@@ -67,6 +67,13 @@ class WithImages(str):
 
     files: tuple[ImageFile, ...] = ()
 
+    @classmethod
+    def of(cls, text: str, files: tuple[ImageFile, ...]) -> WithImages:
+        """Make it of a text and its images."""
+        made = cls(text)
+        made.files = files
+        return made
+
 
 def take_images(
     example: dict[str, Any], row: Mapping[str, object], rules: ImageRules | None

@@ -16,7 +16,7 @@ from hfdist.data.sources.base import BadRow, ContentError, check_text
 from hfdist.data.sources.columns import TEXT, Column, Kind, guess_columns, kinds_of
 from hfdist.data.sources.formats import FORMS, FORMS_BY_NAME, OTHER_NAMES, RowColumns, from_text, write_example
 from hfdist.data.sources.images import COLUMNS as IMAGE_COLUMNS
-from hfdist.data.sources.images import ImageRules
+from hfdist.data.sources.images import ImageRules, WithImages
 from hfdist.errors import nearest
 
 _SHOWN_COLUMNS = 40
@@ -131,8 +131,10 @@ class RowReader:
         for form in self._forms:
             if set(form.needed) <= set(present):
                 example = write_example(form, present, self.images, where)
-                is_kept = self.keeps_columns and isinstance(example, str)
-                return f"{example}\n{self._others(form, row)}" if is_kept else example
+                if not self.keeps_columns or isinstance(example, BadRow):
+                    return example
+                whole = f"{example}\n{self._others(form, row)}"
+                return WithImages.of(whole, example.files) if isinstance(example, WithImages) else whole
         # Only what the row itself has, and not a name of the config.
         empty = [
             name for form in self._forms if set(form.needed) <= set(row) for name in form.needed if row[name] is None

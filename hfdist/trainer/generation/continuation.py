@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from functools import partial
 from itertools import takewhile
 from typing import Any
@@ -24,7 +24,8 @@ from hfdist.strategies.engine import Batch, Forward
 from hfdist.strategies.held import is_partitioned
 from hfdist.topology import Topology
 from hfdist.trainer.generation.limits import GenerationLimits
-from hfdist.trainer.generation.score import BUDGETS, ROWS, Score, likeliest, logits_of
+from hfdist.trainer.generation.row_images import RowImages
+from hfdist.trainer.generation.score import BUDGETS, LIKELIEST, ROWS, Choice, Score, likeliest, logits_of, never
 from hfdist.trainer.generation.shares import exchange
 from hfdist.trainer.generation.slots import Slots
 
@@ -41,8 +42,8 @@ def continue_rows(
     forward: Forward,
     limits: GenerationLimits,
     *,
-    score: Score = likeliest,
-    extras: Batch | None = None,
+    choice: Choice = LIKELIEST,
+    images: RowImages | None = None,
     topology: Topology,
     rows_at_once: int,
     uses_cache: bool,
@@ -53,8 +54,8 @@ def continue_rows(
         prompts: the same on all ranks of a model replica; the beginning of one that is too long is left out.
         forward: runs forwards in the layout.
         limits: where a continuation ends.
-        score: chooses the next token.
-        extras: what `score` needs of each row, tensors of shape [rows, ...]; and `BUDGETS`, if rows have their own.
+        choice: what chooses the next token of each row; it may say `BUDGETS`, if rows have their own.
+        images: those of the rows, whose prompts are not too long; None: the run has none.
         topology: the place of this rank.
         rows_at_once: the most rows of this data rank in a forward.
         uses_cache: whether they are continued with a cache where the layout lets it; see `can_use_cache`.
@@ -64,10 +65,12 @@ def continue_rows(
     """
     # For its error.
     limits.room()
+    score = choice.score if images is None else never(choice.score, images.tokens.ids.tolist())
     budgets = torch.full((len(prompts),), limits.max_new_tokens)
-    needed = {ROWS: torch.arange(len(prompts)), BUDGETS: budgets, **(extras or {})}
+    needed = {ROWS: torch.arange(len(prompts)), BUDGETS: budgets, **choice.extras}
     rows = [limits.cut(prompt, budget) for prompt, budget in zip(prompts, needed[BUDGETS].tolist(), strict=True)]
-    if uses_cache:
+    # No cache is tried with images.
+    if uses_cache and images is None:
         written = _continue_in_slots(rows, needed, forward, limits, score, topology, rows_at_once)
         if written is not None:
             return written
@@ -75,7 +78,8 @@ def continue_rows(
     for start in range(0, len(rows), rows_at_once):
         some = slice(start, start + rows_at_once)
         part = {name: values[some] for name, values in needed.items()}
-        tokens = _recompute_rows(rows[some], part, forward, limits, score, topology)
+        seen = None if images is None else images.part(some)
+        tokens = _recompute_rows(rows[some], part, seen, forward, limits, score, topology)
         recomputed += [_up_to_end(of_row, limits) for of_row in tokens]
     return recomputed
 
@@ -141,7 +145,13 @@ def _continue_in_slots(
 
 
 def _recompute_rows(
-    rows: list[list[int]], extras: Batch, forward: Forward, limits: GenerationLimits, score: Score, topology: Topology
+    rows: list[list[int]],
+    extras: Batch,
+    images: RowImages | None,
+    forward: Forward,
+    limits: GenerationLimits,
+    score: Score,
+    topology: Topology,
 ) -> list[list[int]]:
     """Continue token by token, until the rows of all data ranks have ended."""
     whole = [list(ids) for ids in rows]
@@ -153,12 +163,12 @@ def _recompute_rows(
         length = -(-longest // _LENGTH_STEP_TOKENS) * _LENGTH_STEP_TOKENS
         if limits.most_tokens is not None:
             length = max(longest, min(length, limits.most_tokens))
-        batch = {
-            "input_ids": torch.tensor([ids + [0] * (length - len(ids)) for ids in whole]),
-            "last": torch.tensor([len(ids) - 1 for ids in whole]),
-            **extras,
-        }
-        values = forward(batch, partial(next_tokens, score=score, num_before=num_before))
+        fill = [0 if images is None else images.fill_id] * length
+        input_ids = torch.tensor([ids + fill[len(ids) :] for ids in whole])
+        seen = {} if images is None else images.batch(input_ids, [len(prompt) for prompt in rows])
+        batch = {"input_ids": input_ids, "last": torch.tensor([len(ids) - 1 for ids in whole]), **extras, **seen}
+        choose = partial(next_tokens, score=score, num_before=num_before, of_images=tuple(seen))
+        values = forward(batch, choose)
         new = exchange(values, len(rows), 1, topology).squeeze(-1)
         for ids, budget, token in zip(whole, extras[BUDGETS].tolist(), new[topology.data_rank].tolist(), strict=True):
             # Beyond its budget the model may have no positions. What follows an end token is cut off later.
@@ -170,21 +180,24 @@ def _recompute_rows(
     return [ids[len(prompt) :] for ids, prompt in zip(whole, rows, strict=True)]
 
 
-def next_tokens(model: nn.Module, batch: Batch, *, score: Score = likeliest, num_before: int = 0) -> torch.Tensor:
+def next_tokens(
+    model: nn.Module, batch: Batch, *, score: Score = likeliest, num_before: int = 0, of_images: Collection[str] = ()
+) -> torch.Tensor:
     """Give the token after place `last` of each sequence; shape [sequences, 1].
 
-    What comes after that place does not matter: the model is causal.
+    What comes after that place does not matter: the model is causal. `of_images`: names of what it takes of images.
     """
-    return score(_next_logits(model, batch).float(), batch, num_before).argmax(-1, keepdim=True)
+    return score(_next_logits(model, batch, of_images).float(), batch, num_before).argmax(-1, keepdim=True)
 
 
-def _next_logits(model: nn.Module, batch: Batch) -> torch.Tensor:
-    input_ids, last = batch["input_ids"], batch["last"]
+def _next_logits(model: nn.Module, batch: Batch, of_images: Collection[str]) -> torch.Tensor:
+    last = batch["last"]
+    inputs = {name: batch[name] for name in ("input_ids", *of_images)}
     rows = torch.arange(len(last), device=last.device)
     if "logits_to_keep" in inspect.signature(getattr(model, "module", model).forward).parameters:
         # Logits of all places may be more than all else that the model keeps.
         places, column = torch.unique(last, return_inverse=True)
-        logits = logits_of(model(input_ids=input_ids, logits_to_keep=places))
+        logits = logits_of(model(**inputs, logits_to_keep=places))
         if logits.shape[1] == len(places):
             return logits[rows, column]
-    return logits_of(model(input_ids=input_ids))[rows, last]
+    return logits_of(model(**inputs))[rows, last]

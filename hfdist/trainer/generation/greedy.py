@@ -10,6 +10,7 @@ from hfdist.strategies.engine import Forward
 from hfdist.topology import Topology
 from hfdist.trainer.generation.continuation import continue_rows
 from hfdist.trainer.generation.limits import GenerationLimits
+from hfdist.trainer.generation.row_images import RowImages
 from hfdist.trainer.generation.shares import join_shares, share_of_rank
 
 
@@ -21,15 +22,24 @@ def continue_prompts(
     topology: Topology,
     rows_at_once: int,
     uses_cache: bool = False,
+    images: RowImages | None = None,
 ) -> list[list[int]]:
     """Give each prompt's continuation without the token that ended it, on all ranks. All ranks call it.
 
     The beginning of a prompt that is too long for the model is left out. A forward continues at most `rows_at_once` of
-    each data rank.
+    each data rank. `images` are those of the prompts; None: the run has none.
     """
     if not prompts:
         return []
-    share = share_of_rank(prompts, topology)
-    written = continue_rows(share, forward, limits, topology=topology, rows_at_once=rows_at_once, uses_cache=uses_cache)
+    images_of_share = None if images is None else RowImages(images.tokens, share_of_rank(images.rows, topology))
+    written = continue_rows(
+        share_of_rank(prompts, topology),
+        forward,
+        limits,
+        images=images_of_share,
+        topology=topology,
+        rows_at_once=rows_at_once,
+        uses_cache=uses_cache,
+    )
     padded = torch.tensor([tokens + [-1] * (limits.max_new_tokens - len(tokens)) for tokens in written])
     return join_shares([padded], len(prompts), limits, topology)

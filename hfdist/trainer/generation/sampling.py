@@ -7,7 +7,7 @@ row's noise follows from its seed and the number of the token alone, so it is th
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -20,7 +20,8 @@ from hfdist.topology import Topology
 from hfdist.trainer.generation.continuation import continue_rows
 from hfdist.trainer.generation.gumbel import gumbel_noise, split_seeds
 from hfdist.trainer.generation.limits import GenerationLimits
-from hfdist.trainer.generation.score import BUDGETS, ROWS, Score, likeliest
+from hfdist.trainer.generation.row_images import RowImages
+from hfdist.trainer.generation.score import BUDGETS, LIKELIEST, ROWS, Choice, Score
 
 _KEYS = "keys"
 """Name among the extras of the keys of the rows' noise."""
@@ -89,6 +90,7 @@ class Sampler:
         rows_at_once: int,
         before: Sequence[int] | None = None,
         budgets: Sequence[int] | None = None,
+        images: RowImages | None = None,
     ) -> list[Drawn]:
         """Draw a continuation of each row of this data rank. All ranks call it.
 
@@ -100,27 +102,27 @@ class Sampler:
             seeds: one for each row, of which 64 bits count; None: the likeliest tokens are taken.
             forward: runs forwards in the layout.
             rows_at_once: the most rows of a data rank in a forward.
-            before: see `make_score`.
+            before: see `make_choice`.
             budgets: the most new tokens of each row; None: those of the limits.
+            images: those of the rows; None: the run has none.
 
         Returns:
             The new tokens, on all ranks of the model replica.
         """
-        score: Score = likeliest
-        extras: Batch = {}
+        choice = LIKELIEST
         if seeds is not None:
             # A single seed would be broadcast to all rows.
             assert len(seeds) == len(rows), (len(seeds), len(rows))
-            score, extras = make_score(seeds, self.sampling, before=before)
+            choice = make_choice(seeds, self.sampling, before=before)
         if budgets is not None:
-            extras[BUDGETS] = torch.tensor(budgets)
+            choice = replace(choice, extras={**choice.extras, BUDGETS: torch.tensor(budgets)})
         recorded = TokenLogProbabilities(self.sampling.temperature) if self.records else None
         written = continue_rows(
             rows,
             forward,
             self.limits,
-            score=score if recorded is None else recorded.recording(score),
-            extras=extras,
+            choice=choice if recorded is None else replace(choice, score=recorded.recording(choice.score)),
+            images=images,
             topology=self.topology,
             rows_at_once=rows_at_once,
             uses_cache=self.uses_cache,
@@ -129,15 +131,15 @@ class Sampler:
         return list(map(Drawn, written, values))
 
 
-def make_score(seeds: Sequence[int], sampling: Sampling, *, before: Sequence[int] | None = None) -> tuple[Score, Batch]:
-    """Give what draws the tokens of rows with these seeds, and what it needs of each row: see `continue_rows`.
+def make_choice(seeds: Sequence[int], sampling: Sampling, *, before: Sequence[int] | None = None) -> Choice:
+    """Give what draws the tokens of rows with these seeds.
 
     `before`: number of tokens after which each row goes on, so that its noise does, too; None: all rows begin.
     """
     extras = {_KEYS: split_seeds(seeds)}
     if before is not None:
         extras[_BEFORE] = torch.tensor(before, dtype=torch.int64)[:, None]
-    return partial(perturb, warpers=sampling.warpers()), extras
+    return Choice(partial(perturb, warpers=sampling.warpers()), extras)
 
 
 def perturb(

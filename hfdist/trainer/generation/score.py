@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -21,12 +22,35 @@ number is one for all rows, or int64 of shape [rows, 1].
 """
 
 
+@dataclass(frozen=True)
+class Choice:
+    """What chooses the next token of each row."""
+
+    score: Score
+    extras: Batch = field(default_factory=dict)
+    """What it needs of each row: tensors of shape [rows, ...]."""
+
+
 def likeliest(logits: torch.Tensor, extras: Batch, num_before: int | torch.Tensor) -> torch.Tensor:
     """Score tokens for greedy decoding."""
     return logits
+
+
+LIKELIEST = Choice(likeliest)
+"""Greedy decoding."""
 
 
 def logits_of(outputs: Any) -> torch.Tensor:
     """Give the logits among a model's outputs, of shape [rows, tokens, vocabulary]."""
     logits: torch.Tensor = outputs["logits"] if isinstance(outputs, dict) else outputs[0]
     return logits
+
+
+def never(score: Score, tokens: Collection[int]) -> Score:
+    """Give a score by which these tokens are not chosen."""
+
+    def without(logits: torch.Tensor, extras: Batch, num_before: int | torch.Tensor) -> torch.Tensor:
+        left_out = torch.tensor(sorted(tokens), device=logits.device)
+        return score(logits.index_fill(-1, left_out, -torch.inf), extras, num_before)
+
+    return without

@@ -18,7 +18,7 @@ from hfdist.tune.answer import Answer
 _ROLES = ("assistant", "tool", "user")
 
 
-class Given(NamedTuple):
+class ReadAnswer(NamedTuple):
     """An answer, and of an episode how many tokens of its prompt the model has read; None: all."""
 
     answer: Answer
@@ -49,19 +49,19 @@ def _describe(answer: Answer, prompt: Sequence[int]) -> dict[str, object]:
     }
 
 
-def read_answers(message: Message, end_ids: Collection[int]) -> list[Given]:
+def read_answers(message: Message, end_ids: Collection[int]) -> list[ReadAnswer]:
     """Read answers. NotAMessageError: they are none; what their tokens are is not looked at."""
     completions, values = message.list("completions"), message.list("log_probabilities")
     episodes = message.list("episodes") if "episodes" in message else [None] * len(completions)
     if not len(completions) == len(values) == len(episodes):
         raise NotAMessageError("answers have not one of each")
     return [
-        Given(Answer.of(tokens, own, end_ids=end_ids)) if episode is None else _read(tokens, own, episode)
+        ReadAnswer(Answer.of(tokens, own, end_ids=end_ids)) if episode is None else _read(tokens, own, episode)
         for tokens, own, episode in zip(completions, values, episodes, strict=True)
     ]
 
 
-def _read(tokens: list[int], log_probabilities: list[float], given: object) -> Given:
+def _read(tokens: list[int], log_probabilities: list[float], given: object) -> ReadAnswer:
     if not isinstance(given, dict):
         raise NotAMessageError("an episode is no object")
     episode = Message(given)
@@ -79,7 +79,7 @@ def _read(tokens: list[int], log_probabilities: list[float], given: object) -> G
         reward=episode.number("reward", least=-math.inf),
         fault=None if episode.get("fault") is None else episode.text("fault"),
     )
-    return Given(answer, episode.integer("prompt_tokens"))
+    return ReadAnswer(answer, episode.integer("prompt_tokens"))
 
 
 def _turn(given: object) -> Turn:

@@ -37,7 +37,7 @@ from hfdist.trainer.step.step_lines import StepLines
 from hfdist.trainer.training import Training
 from hfdist.tune.answer import Answer
 from hfdist.tune.generators.answer_check import AnswerCheck
-from hfdist.tune.generators.answers import Given, read_answers, write_answers
+from hfdist.tune.generators.answers import ReadAnswer, read_answers, write_answers
 from hfdist.tune.generators.broker import Broker
 from hfdist.tune.generators.dispatcher import Dispatcher
 from hfdist.tune.generators.lookahead import Lookahead
@@ -158,7 +158,7 @@ class Generators(TrainerCallback):
 
     # ---- a step ----
 
-    def answer(self, numbers: Sequence[int], examples: Sequence[Example]) -> dict[int, list[Given]]:
+    def answer(self, numbers: Sequence[int], examples: Sequence[Example]) -> dict[int, list[ReadAnswer]]:
         """Give the answers to the prompts of a step of this data rank, by their numbers. A collective.
 
         Args:

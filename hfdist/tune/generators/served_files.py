@@ -63,4 +63,6 @@ class ServedFiles:
 
 
 def _key(asked: Message) -> tuple[str, int, int]:
-    return asked.text("of"), asked.integer("rollback", default=0), asked.integer("version", default=0)
+    of = asked.text("of")
+    # Other files have no versions: they are listed once, whatever is asked.
+    return (of, asked.integer("rollback"), asked.integer("version")) if of == POLICY else (of, 0, 0)

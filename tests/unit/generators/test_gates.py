@@ -512,3 +512,13 @@ def test_a_rank_of_another_machine_speaks_to_the_broker_and_nobody_else_does(run
     assert hear(rank)["text"] == "to 1"
     assert texts(first, 1) == ["to 0"]
     gate.close()
+
+
+def test_files_without_versions_are_listed_once(tmp_path):
+    """Whatever versions are asked for: each list would be made, and kept."""
+    path = tmp_path / "config.json"
+    path.write_text("{}")
+    served = ServedFiles({MODEL: {path.name: path}}, PolicyFiles(tmp_path / "policy"))
+    lists = [served.list(Message({"of": MODEL, "version": version})) for version in range(3)]
+    assert lists[0] == lists[1] == lists[2]
+    assert len(served._listed) == 1

@@ -15,7 +15,7 @@ from hfdist.messages.message import NotAMessageError
 from hfdist.trainer.generation.limits import GenerationLimits
 from hfdist.tune.generators.servers.choose import ask_servers, failure, open_server
 from hfdist.tune.generators.servers.http_client import JsonClient, NoAnswerError, StatusError
-from hfdist.tune.generators.servers.served import ServedGenerator, wait_for
+from hfdist.tune.generators.servers.served import ServedGenerator, wait_until_ready
 from hfdist.tune.generators.settings import Settings
 from tests.inference_servers import STUBS, Refused, serving
 
@@ -245,14 +245,14 @@ def test_a_server_is_waited_for_while_the_one_in_front_of_it_says_that_it_is_not
         return answer
 
     stub.spoils = spoils
-    wait_for(server, 60)
+    wait_until_ready(server, 60)
     assert not said
     said = [502] * 1000
     with pytest.raises(StatusError, match="HTTP 502"):
-        wait_for(server, 0)
+        wait_until_ready(server, 0)
     said = [500]
     with pytest.raises(StatusError, match="HTTP 500"):
-        wait_for(server, 60)
+        wait_until_ready(server, 60)
 
 
 def test_an_answer_without_a_length_is_not_whole_when_its_time_is_over():

@@ -104,7 +104,7 @@ def serve_by_server(settings: Settings, policy: Path, index: int, *, start: str,
     address = task.server_addresses[index]
     server = open_server(settings.config, address, settings.limits)
     try:
-        wait_for(server, task.answer_seconds)
+        wait_until_ready(server, task.answer_seconds)
         serve(ServedGenerator(settings, policy, server, start), broker)
     except (*FAILURES, HfdistError) as error:
         made = failure(address, error)
@@ -112,7 +112,7 @@ def serve_by_server(settings: Settings, policy: Path, index: int, *, start: str,
         sys.exit(made.exit_code)
 
 
-def wait_for(server: Server, seconds: float) -> None:
+def wait_until_ready(server: Server, seconds: float) -> None:
     """Wait for a server that is being started again."""
     deadline = time.monotonic() + seconds
     while True:
