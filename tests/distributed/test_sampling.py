@@ -67,7 +67,7 @@ class Samples(TrainerCallback):
         engine = self.trainer.engine
         how = {
             "topology": topology,
-            "uses_cache": continuation.can_generate(self.trainer.model, topology),
+            "uses_cache": continuation.can_use_cache(self.trainer.model, topology),
         }
         with evaluating(self.trainer.training) as forward, SentBytes() as sent, engine.gathered():
             sampler = Sampler(limits=LIMITS, sampling=Sampling(temperature=2.0, top_k=30, top_p=0.98), **how)
