@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hfdist.pipeline.sends import Sends
+from hfdist.pipeline.channel import Sends
 from hfdist.testing import run_ranks
 
 pytestmark = pytest.mark.distributed

@@ -140,8 +140,9 @@ def _values_per_weight(optimizer: OptimizerConfig) -> float:
 
 def _num_tied(model: PreTrainedModel) -> float:
     """Count the elements that the head shares with the embedding."""
-    head: torch.Tensor | None = getattr(model.get_output_embeddings(), "weight", None)
-    if head is None or head is not getattr(input_embeddings(model), "weight", None):
+    embedding = getattr(input_embeddings(model), "weight", None)
+    head = getattr(model.get_output_embeddings(), "weight", None)
+    if head is not embedding or not isinstance(head, torch.Tensor):
         return 0.0
     return float(head.numel())
 
