@@ -94,10 +94,10 @@ class Outcome:
 
 def train(folder, kind, sharding, layout, has_room=True):
     if not has_room:
-        import hfdist.strategies.deepspeed.zero
+        import hfdist.strategies.deepspeed.engine
         import hfdist.strategies.fsdp
 
-        for module in (hfdist.strategies.deepspeed.zero, hfdist.strategies.fsdp):
+        for module in (hfdist.strategies.deepspeed.engine, hfdist.strategies.fsdp):
             module.have_room = lambda *_: False
     samples, recompute, recomputed = Samples(), continuation._recompute_rows, []
     continuation._recompute_rows = lambda *arguments: recomputed.append(arguments) or recompute(*arguments)
