@@ -157,7 +157,7 @@ def _proposing_other_layout(layout: Partitioning) -> Iterator[None]:
         yield
     except ConfigError as error:
         if layout.partitions_in_constructor:
-            other = "strategy=fsdp2, which partitions a model after it is made and read"
+            other = "strategy=fsdp2, if it works there: it partitions a model after it is made and read"
             error.hint = other if error.hint is None else f"{error.hint}; or {other}"
         raise
 
@@ -175,7 +175,7 @@ def _check_turned_weights(architecture: PreTrainedConfig, layout: Partitioning) 
             "transformers reads weights of this type by the shapes of parameters, which ZeRO-3 has partitioned already",
             where="strategy.sharding",
             found=f"zero3, with {architecture.model_type}",
-            allowed="ddp, zero1, zero2, fsdp2",
+            allowed="none, zero1, zero2, fsdp2",
             hint="strategy=fsdp2",
         )
 

@@ -237,10 +237,8 @@ def check_peft_config(peft_config: Any, layout: Partitioning, *, where: str, fie
     if trains_tokens and layout.sharing_keys:
         name = "token_indices" if kind.value == "TRAINABLE_TOKENS" else "trainable_token_indices"
         what = "PEFT writes trained tokens into the whole embedding, of which ranks have parts in this layout"
-        found, hint = (
-            f"{kind.value.lower()}, with {layout.sharing_keys}",
-            "strategy=ddp or strategy=zero2, of one stage",
-        )
+        found = f"{kind.value.lower()}, with {layout.sharing_keys}"
+        hint = "strategy=ddp or strategy=zero2, of one stage"
         raise ConfigError(what, where=f"{field}.{name}", found=found, hint=hint)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator
-from itertools import islice
 from typing import Any
 
 import torch
@@ -155,10 +154,11 @@ def embeddings_and_heads(model: nn.Module) -> set[int]:
     """
     embeddings = (module for module in model.modules() if isinstance(module, nn.Embedding))
     apart = {id(parameter) for module in embeddings for parameter in module.parameters()}
-    for outermost in islice((module for module in model.modules() if isinstance(module, PreTrainedModel)), 1):
-        inner: nn.Module = outermost.base_model
-        apart |= {*map(id, outermost.parameters())} - {*map(id, inner.parameters())}
-        # Some classes do not say what their base model is.
-        if (head := outermost.get_output_embeddings()) is not None:
-            apart |= {*map(id, head.parameters())}
-    return apart
+    outermost = next((module for module in model.modules() if isinstance(module, PreTrainedModel)), None)
+    if outermost is None:
+        return apart
+    inner: nn.Module = outermost.base_model
+    apart |= {*map(id, outermost.parameters())} - {*map(id, inner.parameters())}
+    # Some classes do not say what their base model is.
+    head = outermost.get_output_embeddings()
+    return apart if head is None else apart | {*map(id, head.parameters())}

@@ -51,7 +51,7 @@ def trained_tokens(batch: Batch) -> torch.Tensor:
 def read_examples(batch: Batch, room: int | None) -> list[Example]:
     """Split each row, of one document, at its first run of targets; of a longer prompt the last `room` tokens stay.
 
-    Nothing is the prompt of a row without targets. Images come with their rows: see `split_images`.
+    Nothing is the prompt of a row without targets, and it has no images. Images come with their rows: `split_images`.
     """
     found = []
     names, images = ("input_ids", "labels", "attention_mask"), split_images(batch)
@@ -60,7 +60,7 @@ def read_examples(batch: Batch, room: int | None) -> list[Example]:
         first = next((place for place in range(stop) if labels[place] != IGNORED), 0)
         end = next((place for place in range(first, stop) if labels[place] == IGNORED), stop)
         prompt = ids[:first] if room is None else ids[:first][-room:]
-        found.append(Example(prompt=prompt, reference=ids[first:end] if first else [], images=seen))
+        found.append(Example(prompt=prompt, reference=ids[first:end] if first else [], images=seen if first else {}))
     return found
 
 

@@ -42,13 +42,13 @@ def take_examples(held_out: object, num_examples: int, *, with_images: bool = Fa
 
 def _examples(items: Any, with_images: bool) -> Iterator[Example]:
     for index in range(len(items)):
-        images: Mapping[str, torch.Tensor] = {}
-        if isinstance(items, HeldOutImages) and items.has_image(index):
-            if not with_images:
-                continue
-            images = items.images(index)
+        has_image = isinstance(items, HeldOutImages) and items.has_image(index)
+        if has_image and not with_images:
+            continue
+        item = items[index]
+        images = items.images_of(item) if has_image else {}
         columns = items.columns(index) if isinstance(items, HeldOutSet) else iter(())
-        for ids, labels in documents_of(items[index]):
+        for ids, labels in documents_of(item):
             example, own = split_document(ids, labels), next(columns, {})
             if example is not None:
                 yield replace(example, columns=own, images=images)

@@ -20,7 +20,7 @@ from hfdist.checkpoint.piece import OPTIONAL, Piece
 from hfdist.config.strategy import Compression, StrategyConfig
 from hfdist.topology import Topology
 
-RESIDUAL, FACTOR, STEPS = (f"{OPTIONAL}{name}" for name in ("residual", "factor", "compressed_steps"))
+RESIDUAL, FACTOR, STEPS = (f"{OPTIONAL}{name}" for name in ("unscaled_residual", "factor", "compressed_steps"))
 """Keys of pieces: what each rank has left out so far, PowerSGD's matrix of the last step, and steps so far."""
 
 _Future = torch.futures.Future[torch.Tensor]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
@@ -235,15 +236,18 @@ class PipelineEngine(Engine):
     def whole_parameters(self) -> Iterable[tuple[str, torch.Tensor]]:
         """List them as the base class does; what several stages hold has a name of its own, as they hold little else.
 
-        So a tied embedding and its head, on two ranks, are compared.
+        So a tied embedding and its head, on two ranks, are compared, where all holders add up gradients last of all: else
+        they differ by rounding.
         """
+        if self._parts is not None and self._parts.groups.tensor is not None:
+            return super().whole_parameters()
         num_pipelines = len(self._strategy.topology.pipelines)
         suffixes: dict[str, str] = {}
         for holders, names in self._io.shared:
             places = ", ".join(str(rank // num_pipelines) for rank in dist.get_process_group_ranks(holders))
             suffixes |= dict.fromkeys(names, f" of pipeline ranks {places}")
         held = super().whole_parameters()
-        return [(name + suffixes.get(name.partition(" ")[0], ""), tensor) for name, tensor in held]
+        return [(name + suffixes.get(re.split(r"[ \[]", name)[0], ""), tensor) for name, tensor in held]
 
     def _counts(self, name: str) -> bool:
         return name not in self._io.counted_elsewhere and super()._counts(name)

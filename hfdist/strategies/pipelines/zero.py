@@ -26,6 +26,7 @@ from hfdist.strategies.deepspeed.deepspeed_config import generate
 from hfdist.strategies.deepspeed.estimates import reduce_to_owners, with_master_weights
 from hfdist.strategies.deepspeed.startup import start_deepspeed
 from hfdist.strategies.deepspeed.step_hooks import hook_steps
+from hfdist.strategies.engine import Engine
 from hfdist.strategies.pipelines.pipeline import PipelineEngine, PipelineStrategy
 from hfdist.strategies.step_memory import MemoryUse, RankSizes, ShardFractions
 from hfdist.strategies.traffic import Axes, Sent, cut_elements
@@ -98,6 +99,10 @@ class PipelineZeroEngine(PipelineEngine):
     def pieces(self) -> Iterable[Piece]:
         """List this rank's runs of its stages' flattened parameters and of their optimizer state."""
         return pieces_zero.list_pieces(self.model, self._engine, self._whole_steps)
+
+    def whole_parameters(self) -> Iterable[tuple[str, torch.Tensor]]:
+        """List them as without stages: DeepSpeed reduces after the sum over holders, on each stage in its own order."""
+        return Engine.whole_parameters(self)
 
     def after_load(self) -> None:
         """Copy what was read into the weights that the model computes with."""

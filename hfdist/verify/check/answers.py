@@ -169,7 +169,7 @@ def largest_difference(found: list[Step], whole: list[Step]) -> float:
     """Give the largest relative difference of losses and norms; infinite where one is not a number."""
     worst = 0.0
     for ours, reference in zip(chain(*found), chain(*whole), strict=True):
-        if ours == reference:
+        if ours == reference and math.isfinite(ours):
             # Both may be 0, as the norms of a model whose outputs do not depend on its weights.
             continue
         difference = abs(ours - reference) / abs(reference) if reference else math.inf
