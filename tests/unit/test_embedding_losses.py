@@ -6,6 +6,7 @@ import itertools
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hfdist.config.task import TaskConfig, TaskLoss, TaskName
 from hfdist.tune.embedding_losses import (
@@ -90,6 +91,24 @@ def test_cosent_wants_pairs_in_the_order_of_their_scores():
     assert torch.allclose(losses, wanted.expand(3), rtol=1e-12)
     (own,), (other,) = (torch.autograd.grad(value, texts.embeddings) for value in (losses.mean(), wanted))
     assert torch.allclose(own, other, rtol=1e-10, atol=1e-12)
+
+
+def test_cosent_makes_no_table_of_all_two_pairs():
+    class Sizes(TorchDispatchMode):
+        largest = 0
+
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            made = function(*args, **(kwargs or {}))
+            if isinstance(made, torch.Tensor):
+                self.largest = max(self.largest, made.numel())
+            return made
+
+    number = 500
+    embeddings = torch.randn(2 * number, 2, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    kinds, scores = torch.tensor([QUERY, POSITIVE] * number), torch.arange(number) % 7
+    with Sizes() as sizes:
+        losses_of(Texts(embeddings, kinds, scores=scores.float()), task("cosent")).sum().backward()
+    assert sizes.largest <= 10 * number
 
 
 def test_rank_correlation_is_that_of_mean_ranks():

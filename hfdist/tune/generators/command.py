@@ -10,6 +10,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 
 from hfdist.config.cli.arguments import as_command, read_arguments, read_number
@@ -19,6 +20,7 @@ from hfdist.config.paths import expand_user
 from hfdist.errors import ConfigError
 from hfdist.messages.door import SECRET
 from hfdist.processes.stop_signals import heard_signals
+from hfdist.tune.generators.remote_files import reporting_disk_errors
 from hfdist.tune.generators.scratch import scratch_folder
 
 _HELP = f"""\
@@ -54,19 +56,31 @@ def _generate(arguments: list[str]) -> None:
     # Here: it imports torch, which takes seconds.
     made = importlib.import_module("hfdist.tune.generators.remote").RemoteGenerator
     kept = _make_folder(values)
-    with scratch_folder(kept or Path(tempfile.gettempdir())) as scratch:
+    parent = kept or Path(tempfile.gettempdir())
+    with ExitStack() as stack:
+        with reporting_disk_errors(parent):
+            scratch = stack.enter_context(scratch_folder(parent))
         more = {"own": own, "wait_seconds": wait_seconds, "say": _say}
         made(address, os.environ.get(SECRET, ""), kept or scratch, scratch, **more).run()
 
 
 def _read_address(text: str | None) -> tuple[str, int]:
     found = re.fullmatch(r"([^:]+|\[.+\]):(\d{1,5})", text or "")
-    if found is None or not 1 <= int(found[2]) <= 65535:
+    if found is None or not 1 <= int(found[2]) <= 65535 or not _may_be_host(found[1]):
         what = "which run?" if text is None else "this is no address of a run"
         raise ConfigError(
             what, where=f"join ({COMMAND_LINE})", found=text, allowed="HOST:PORT", hint="join=HOST:29700, of the run"
         )
     return found[1].strip("[]"), int(found[2])
+
+
+def _may_be_host(name: str) -> bool:
+    """Whether a name has the form of a host's; sockets raise no OSError for others."""
+    try:
+        name.encode("idna")
+    except UnicodeError:
+        return False
+    return True
 
 
 def _read_own(values: Mapping[str, str]) -> Path | None:

@@ -522,3 +522,11 @@ def test_files_without_versions_are_listed_once(tmp_path):
     lists = [served.list(Message({"of": MODEL, "version": version})) for version in range(3)]
     assert lists[0] == lists[1] == lists[2]
     assert len(served._listed) == 1
+
+
+@pytest.mark.parametrize("error", [RefusedError(refused="too many"), NotAMessageError("?"), OSError()])
+def test_a_run_that_does_not_hear_why_does_not_hide_it(tmp_path, error):
+    def connect_reader():
+        raise error
+
+    RemoteFiles(connect_reader, "start", 1.0, tmp_path).refuse("another model")
