@@ -164,10 +164,10 @@ def first_dimensions(texts: Texts, size: int, task: TaskConfig) -> Texts:
     return replace(texts, embeddings=normalize(embeddings, dim=-1) if task.normalize else embeddings)
 
 
-def places(texts: Texts) -> torch.Tensor:
-    """Give the place of each query's positive among all documents, from 1 on; equal ones come before it.
+def ranks_of_positives(texts: Texts) -> torch.Tensor:
+    """Give the rank of each query's positive among all documents, from 1 on; equal ones come before it.
 
-    So a model that gives all texts the same embedding finds nothing, and rounding does not change a place.
+    So a model that gives all texts the same embedding finds nothing, and rounding does not change a rank.
 
     Args:
         texts: similarities are the products of their embeddings.

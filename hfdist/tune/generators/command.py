@@ -42,6 +42,8 @@ one, a run lets in generators of its own machine alone.
 Exit codes: 0 the training has ended, or it was told to end, 2 a wrong argument, or the run refuses it, 6 the run does
 not answer, 7 this machine's disk cannot hold or read the files.
 """
+_LABEL = r"[^:.]{1,63}"
+"""A part of a host's name, between dots: sockets raise no OSError for others."""
 _KEYS = {"join": "HOST:PORT", "model": "FOLDER", "folder": "FOLDER", "wait_seconds": "N"}
 
 
@@ -65,22 +67,13 @@ def _generate(arguments: list[str]) -> None:
 
 
 def _read_address(text: str | None) -> tuple[str, int]:
-    found = re.fullmatch(r"([^:]+|\[.+\]):(\d{1,5})", text or "")
-    if found is None or not 1 <= int(found[2]) <= 65535 or not _may_be_host(found[1]):
+    found = re.fullmatch(rf"({_LABEL}(?:\.{_LABEL})*\.?|\[.+\]):(\d{{1,5}})", text or "")
+    if found is None or not 1 <= int(found[2]) <= 65535:
         what = "which run?" if text is None else "this is no address of a run"
         raise ConfigError(
             what, where=f"join ({COMMAND_LINE})", found=text, allowed="HOST:PORT", hint="join=HOST:29700, of the run"
         )
     return found[1].strip("[]"), int(found[2])
-
-
-def _may_be_host(name: str) -> bool:
-    """Whether a name has the form of a host's; sockets raise no OSError for others."""
-    try:
-        name.encode("idna")
-    except UnicodeError:
-        return False
-    return True
 
 
 def _read_own(values: Mapping[str, str]) -> Path | None:
