@@ -14,7 +14,7 @@ import logging
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
@@ -89,8 +89,7 @@ class Setting:
         return str(self.tokenizer.decode(list(tokens), skip_special_tokens=True))
 
 
-@dataclass(frozen=True, kw_only=True)
-class _Heard:
+class _Heard(NamedTuple):
     """What all ranks of a model replica must know of what an environment has said."""
 
     place: int
@@ -151,18 +150,13 @@ class Episodes:
             heard.extend(self._collect())
             num_ready = sum(one.goes_on for one in heard)
             # Most ranks hold a whole model: what they have heard concerns no other.
-            return [
-                topology.data_rank,
-                [asdict(one) for one in heard] if shares else [],
-                num_ready,
-                bool(self._players),
-            ]
+            return [topology.data_rank, heard if shares else [], num_ready, bool(self._players)]
 
         with self._setting.waiting():
             told = on_all_ranks(hear)
         if not topology.is_first_of_replica:
             said = next(said for rank, said, *_ in told if rank == topology.data_rank and said is not None)
-            heard = [_Heard(**one) for one in said]
+            heard = [_Heard(*one) for one in said]
         self._apply(heard)
         asked = [self._ask(place) for place in sorted(one.place for one in heard if one.goes_on)]
         most = max(num_ready for *_, num_ready, _ in told)
@@ -203,14 +197,14 @@ class Episodes:
                 reply = error
         if isinstance(reply, BaseException):
             what = first_line(reply) if isinstance(reply, FaultError | HangsError) else named_line(reply)
-            return _Heard(place=place, fault=printable(what, _MOST_SAID))
+            return _Heard(place, fault=printable(what, _MOST_SAID))
         answer, task = self.answers[place], self._setting.task
         has_room = len(answer.tokens) + len(tokens) < task.max_new_tokens
         goes_on = not reply.done and has_room and answer.num_turns < task.max_turns
         if goes_on or reply.done:
             answer.turns += reply.said
-        heard = _Heard(place=place, goes_on=goes_on, done=reply.done, reward=reply.reward, num_calls=reply.num_calls)
-        return replace(heard, tokens=tokens, prompt=prompt) if goes_on else heard
+        heard = _Heard(place, goes_on=goes_on, done=reply.done, reward=reply.reward, num_calls=reply.num_calls)
+        return heard._replace(tokens=tokens, prompt=prompt) if goes_on else heard
 
     def _tokens_of(self, place: int, reply: Reply) -> tuple[list[int], list[int]]:
         """Give the prompt as it is from here on, and the tokens that the model reads next."""

@@ -79,7 +79,7 @@ class Server(ABC):
         """The name under which the server has its model."""
 
     def check(self) -> None:
-        """Raise a ConfigError if the server is there, and cannot serve this run."""
+        """Learn the name of its model, before `complete`. ConfigError: the server cannot serve this run."""
         models = self._client.get("/v1/models", seconds=CHECK_SECONDS).list("data")
         if not models:
             raise NotAMessageError("the server has no model")
