@@ -539,7 +539,7 @@ def test_a_rank_that_has_lost_the_broker_says_so_whether_it_speaks_or_hears():
     link = TcpLink.__new__(TcpLink)
     link._socket, link._answers = ours, ours.makefile("rb")
     rank = Generators.__new__(Generators)
-    rank._link, rank._rollback, rank._topology = link, 0, Topology(rank=3, shard=4)
+    rank._link, rank._rollback, rank._topology = link, 0, Topology(rank=3, data=4)
     theirs.close()
     for action in (lambda: rank._send(kind="want", prompts=[]), rank._hear):
         with pytest.raises(PeerError, match="rank 3 has lost the broker"):
