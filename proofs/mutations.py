@@ -260,7 +260,7 @@ MUTATIONS = [
     ),
     Mutation(
         "an answer is compared with those to other prompts",
-        "rewards - _sum(rewards, is_one) / _count(is_one), 0)",
+        "rewards - _sum(rewards, is_given) / _count(is_given), 0)",
         "rewards - rewards.mean(), 0)",
         f"{UNIT}/test_policy_loss.py",
     ),

@@ -141,7 +141,11 @@ def _check(value: object) -> None:
 
 def read_message(content: bytes, most_bytes: int = MOST_BYTES) -> Message:
     """Read a line; NotAMessageError: it is none. See `read_json`."""
-    value = read_json(content, most_bytes)
+    return as_message(read_json(content, most_bytes))
+
+
+def as_message(value: object) -> Message:
+    """Give a JSON object; NotAMessageError: the value is none."""
     if not isinstance(value, dict):
         raise NotAMessageError("it is no object")
     return Message(value)

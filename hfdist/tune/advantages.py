@@ -34,31 +34,31 @@ def add_advantages(batches: list[Batch], loss: PolicyLoss, task: TaskConfig, *, 
         data_rank: of this process; ranks with the same one have the same batches.
     """
     rewards = torch.cat([batch[REWARDS] for batch in batches])
-    is_one = torch.cat([are_given(batch) for batch in batches])
+    is_given = torch.cat([are_given(batch) for batch in batches])
     groups = (len(rewards) // task.num_generations, -1)
-    compared = compare(rewards.view(groups), is_one.view(groups), loss, task, data_rank=data_rank)
+    compared = compare(rewards.view(groups), is_given.view(groups), loss, task, data_rank=data_rank)
     of_batches = compared.view(rewards.shape).split([len(batch["labels"]) for batch in batches])
     return [_with_own(batch, own) for batch, own in zip(batches, of_batches, strict=True)]
 
 
 def compare(
-    rewards: torch.Tensor, is_one: torch.Tensor, loss: PolicyLoss, task: TaskConfig, *, data_rank: int
+    rewards: torch.Tensor, is_given: torch.Tensor, loss: PolicyLoss, task: TaskConfig, *, data_rank: int
 ) -> torch.Tensor:
-    """Compare the rewards of each group, of shape [prompts, rewards]; `is_one` says where there is one. A collective.
+    """Compare the rewards of each group, of shape [prompts, rewards]; `is_given` says where there is one. A collective.
 
     Returns:
         Advantages of the same shape, 0 where there is no reward.
     """
-    compared = loss.baseline(rewards, is_one)
+    compared = loss.baseline(rewards, is_given)
     if loss.scale is Scale.none or not task.scale_rewards:
         return compared
     if task.scale_rewards == "batch":
         # Of the rewards as they are, which TRL's scale_rewards="batch" takes (arXiv 2508.08221).
-        spread = _spread_of_batch(rewards[is_one], data_rank)
+        spread = _spread_of_batch(rewards[is_given], data_rank)
     elif loss.scale is Scale.batch:
-        spread = _spread_of_batch(compared[is_one], data_rank)
+        spread = _spread_of_batch(compared[is_given], data_rank)
     else:
-        spread = spread_of(compared, is_one)
+        spread = spread_of(compared, is_given)
     return compared / (spread + _SMALLEST).float()
 
 

@@ -23,7 +23,7 @@ from hfdist.tune.teacher import Teacher
 
 
 class Distillation(Objective):
-    """An item is a target.
+    """The objective of distillation; its items are targets.
 
     Args:
         task: `task.*` of the run.

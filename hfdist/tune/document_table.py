@@ -90,7 +90,8 @@ class DocumentTable:
         stream, args = training.stream.at_beginning(), training.args
         num_sequences = args.max_steps * training.strategy.batch.global_batch_size
         num_batches, began = args.max_steps * args.gradient_accumulation_steps, time.monotonic()
-        self._read_kept()
+        # A rank that cannot read takes the others along.
+        on_all_ranks(self._read_kept)
         if self._num_sequences.get(stream.identity, 0) >= num_sequences:
             # A resume: only the held-out set may be another one.
             num_batches = 0
@@ -105,7 +106,7 @@ class DocumentTable:
         self._num_sequences[stream.identity] = max(num_sequences, self._num_sequences.get(stream.identity, 0))
         known = {"model": self._model, "num_sequences": self._num_sequences}
         on_rank_zero(lambda: write_atomically(self._folder / _KNOWN, json.dumps(known).encode()))
-        self._read_kept()
+        on_all_ranks(self._read_kept)
         seconds = time.monotonic() - began
         logger.info("%s of %s documents, in %.1f s", self.title, f"{self.num_documents:,}", seconds)
 

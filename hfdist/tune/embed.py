@@ -42,8 +42,8 @@ from hfdist.tune.embedding_losses import (
     Texts,
     first_dimensions,
     losses_of,
-    places,
     rank_correlation,
+    ranks_of_positives,
 )
 
 GRADIENTS = "embedding_gradients"
@@ -173,7 +173,7 @@ class Embeddings(Objective):
             value = torch.tensor([rank_correlation(whole)])
             self._note(torch.ones_like(value, dtype=torch.bool), {"spearman": value})
             return
-        found = places(whole)
+        found = ranks_of_positives(whole)
         figures = {"recall_at_1": (found == 1).float(), "mrr": 1 / found}
         self._note(torch.ones_like(found, dtype=torch.bool), figures)
 

@@ -110,8 +110,13 @@ def _triplet(texts: Texts, task: TaskConfig) -> torch.Tensor:
 def _cosent(texts: Texts, task: TaskConfig) -> torch.Tensor:
     assert texts.scores is not None  # the format of the rows
     similarities = task.scale * (texts.queries * texts.positives).sum(-1)
-    is_lower = texts.scores[:, None] < texts.scores
-    differences = (similarities[:, None] - similarities)[is_lower]
+    scores, order = texts.scores.sort()
+    similarities = similarities[order]
+    num_lower = torch.searchsorted(scores, scores)
+    has_lower = num_lower > 0
+    # Of each pair, the logarithm of the sum over all pairs below it: a table of all two pairs may be too large.
+    sums_below = similarities.logcumsumexp(0)[num_lower[has_lower] - 1]
+    differences = sums_below - similarities[has_lower]
     loss = torch.logsumexp(torch.cat([differences.new_zeros(1), differences]), 0)
     # One loss of all pairs: it is the mean over queries of itself.
     return loss.expand(len(similarities))
@@ -159,10 +164,10 @@ def first_dimensions(texts: Texts, size: int, task: TaskConfig) -> Texts:
     return replace(texts, embeddings=normalize(embeddings, dim=-1) if task.normalize else embeddings)
 
 
-def places(texts: Texts) -> torch.Tensor:
-    """Give the place of each query's positive among all documents, from 1 on; equal ones come before it.
+def ranks_of_positives(texts: Texts) -> torch.Tensor:
+    """Give the rank of each query's positive among all documents, from 1 on; equal ones come before it.
 
-    So a model that gives all texts the same embedding finds nothing, and rounding does not change a place.
+    So a model that gives all texts the same embedding finds nothing, and rounding does not change a rank.
 
     Args:
         texts: similarities are the products of their embeddings.

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
@@ -89,6 +89,21 @@ class Setting:
         return str(self.tokenizer.decode(list(tokens), skip_special_tokens=True))
 
 
+class _Heard(NamedTuple):
+    """What all ranks of a model replica must know of what an environment has said."""
+
+    place: int
+    goes_on: bool = False
+    tokens: Sequence[int] = ()
+    """What the model reads next."""
+    prompt: list[int] | None = None
+    """The prompt from here on; None: as before."""
+    done: bool = False
+    reward: float = 0.0
+    num_calls: int = 0
+    fault: str | None = None
+
+
 class Episodes:
     """An episode for each prompt of a data rank that is not empty.
 
@@ -127,23 +142,23 @@ class Episodes:
         """Give the turns that are to be drawn, and whether any rank goes on. A collective."""
         topology = self._topology
         shares = topology.world_size > topology.data
-
-        heard: list[dict[str, Any]] = []
+        heard: list[_Heard] = []
 
         def hear() -> list[object]:
             if not topology.is_first_of_replica:
                 return [topology.data_rank, None, 0, False]
             heard.extend(self._collect())
-            num_ready = sum(one["goes_on"] for one in heard)
+            num_ready = sum(one.goes_on for one in heard)
             # Most ranks hold a whole model: what they have heard concerns no other.
             return [topology.data_rank, heard if shares else [], num_ready, bool(self._players)]
 
         with self._setting.waiting():
             told = on_all_ranks(hear)
         if not topology.is_first_of_replica:
-            heard = next(said for rank, said, *_ in told if rank == topology.data_rank and said is not None)
+            said = next(said for rank, said, *_ in told if rank == topology.data_rank and said is not None)
+            heard = [_Heard(*one) for one in said]
         self._apply(heard)
-        asked = [self._ask(place) for place in sorted(one["place"] for one in heard if one["goes_on"])]
+        asked = [self._ask(place) for place in sorted(one.place for one in heard if one.goes_on)]
         most = max(num_ready for *_, num_ready, _ in told)
         asked += [Asked([self._setting.fill_id], -1, 0, 1)] * (most - len(asked))
         return asked, most > 0 or any(awaits for *_, awaits in told)
@@ -155,7 +170,7 @@ class Episodes:
 
     # ---- what environments say, on the first rank of a model replica ----
 
-    def _collect(self) -> list[dict[str, Any]]:
+    def _collect(self) -> list[_Heard]:
         """Wait for environments, and give what they have said, as tokens."""
         return [
             self._read(place, reply)
@@ -163,32 +178,33 @@ class Episodes:
             if place in self._players
         ]
 
-    def _read(self, place: int, reply: Reply | BaseException) -> dict[str, Any]:
-        """Describe what all ranks of the replica must know of a reply."""
-        said: dict[str, Any] = {"place": place, "goes_on": False, "tokens": []}
+    def _read(self, place: int, reply: Reply | BaseException) -> _Heard:
+        """Take a reply; the environment of an episode that does not go on is closed."""
+        heard = self._describe(place, reply)
+        if not heard.goes_on:
+            player = self._players.pop(place)
+            # One that hangs is in another thread still.
+            if not isinstance(reply, HangsError):
+                self._setting.crew.submit(_CLOSES, player.close)
+        return heard
+
+    def _describe(self, place: int, reply: Reply | BaseException) -> _Heard:
+        prompt, tokens = self.prompts[place], list[int]()
         if isinstance(reply, Reply):
             try:
                 prompt, tokens = self._tokens_of(place, reply)
             except (FaultError, RefusedError) as error:
                 reply = error
-            else:
-                answer, task = self.answers[place], self._setting.task
-                has_room = len(answer.tokens) + len(tokens) < task.max_new_tokens
-                goes_on = not reply.done and has_room and answer.num_turns < task.max_turns
-                if goes_on:
-                    said |= {"tokens": tokens, "prompt": prompt}
-                if goes_on or reply.done:
-                    answer.turns += reply.said
-                said |= {"goes_on": goes_on, "done": reply.done, "reward": reply.reward, "calls": reply.num_calls}
         if isinstance(reply, BaseException):
             what = first_line(reply) if isinstance(reply, FaultError | HangsError) else named_line(reply)
-            said |= {"fault": printable(what, _MOST_SAID)}
-        if not said["goes_on"]:
-            player = self._players.pop(place)
-            # One that hangs is in another thread still.
-            if not isinstance(reply, HangsError):
-                self._setting.crew.submit(_CLOSES, player.close)
-        return said
+            return _Heard(place, fault=printable(what, _MOST_SAID))
+        answer, task = self.answers[place], self._setting.task
+        has_room = len(answer.tokens) + len(tokens) < task.max_new_tokens
+        goes_on = not reply.done and has_room and answer.num_turns < task.max_turns
+        if goes_on or reply.done:
+            answer.turns += reply.said
+        heard = _Heard(place, goes_on=goes_on, done=reply.done, reward=reply.reward, num_calls=reply.num_calls)
+        return heard._replace(tokens=tokens, prompt=prompt) if goes_on else heard
 
     def _tokens_of(self, place: int, reply: Reply) -> tuple[list[int], list[int]]:
         """Give the prompt as it is from here on, and the tokens that the model reads next."""
@@ -205,18 +221,19 @@ class Episodes:
 
     # ---- on all ranks ----
 
-    def _apply(self, heard: Sequence[Mapping[str, Any]]) -> None:
+    def _apply(self, heard: Sequence[_Heard]) -> None:
         for one in heard:
-            answer = self.answers[one["place"]]
-            answer.fault = one.get("fault")
+            answer = self.answers[one.place]
+            answer.fault = one.fault
             if answer.fault is not None:
                 answer.reward = 0.0
                 continue
-            answer.reward += one["reward"]
-            answer.num_calls += one["calls"]
-            answer.has_ended = one["done"]
-            answer.read(one["tokens"])
-            self.prompts[one["place"]] = one.get("prompt", self.prompts[one["place"]])
+            answer.reward += one.reward
+            answer.num_calls += one.num_calls
+            answer.has_ended = one.done
+            answer.read(list(one.tokens))
+            if one.prompt is not None:
+                self.prompts[one.place] = one.prompt
 
     def _speak(self, asked: Sequence[Asked], drawn: Sequence[Drawn]) -> None:
         """Take the turns that were drawn, and give them to their environments."""

@@ -42,7 +42,7 @@ def check_mask_token(tokenizer: PreTrainedTokenizerBase) -> int:
 
 
 class MaskedTokens(TokenLoss):
-    """An item is a hidden token.
+    """The objective of masked language models; its items are hidden tokens.
 
     Args:
         task: `task.*` of the run.

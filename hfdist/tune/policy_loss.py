@@ -51,27 +51,27 @@ class Mean(Enum):
 # ---- baseline: [prompts, rewards of a group] -> the same shape ----
 
 
-def less_group(rewards: torch.Tensor, is_one: torch.Tensor) -> torch.Tensor:
-    """Take the mean of a group off each of its rewards; `is_one` says where there is a reward."""
-    return torch.where(is_one, rewards - _sum(rewards, is_one) / _count(is_one), 0)
+def less_group(rewards: torch.Tensor, is_given: torch.Tensor) -> torch.Tensor:
+    """Take the mean of a group off each of its rewards; `is_given` says where there is a reward."""
+    return torch.where(is_given, rewards - _sum(rewards, is_given) / _count(is_given), 0)
 
 
-def less_others(rewards: torch.Tensor, is_one: torch.Tensor) -> torch.Tensor:
+def less_others(rewards: torch.Tensor, is_given: torch.Tensor) -> torch.Tensor:
     """Take the mean of a group's other rewards off each."""
-    return torch.where(is_one, rewards - (_sum(rewards, is_one) - rewards) / (_count(is_one) - 1).clamp(min=1), 0)
+    return torch.where(is_given, rewards - (_sum(rewards, is_given) - rewards) / (_count(is_given) - 1).clamp(min=1), 0)
 
 
-def spread_of(compared: torch.Tensor, is_one: torch.Tensor) -> torch.Tensor:
+def spread_of(compared: torch.Tensor, is_given: torch.Tensor) -> torch.Tensor:
     """Give the standard deviation of each group, whose rewards have a mean of 0; shape [prompts, 1]."""
-    return (_sum(compared.square(), is_one) / (_count(is_one) - 1).clamp(min=1)).sqrt()
+    return (_sum(compared.square(), is_given) / (_count(is_given) - 1).clamp(min=1)).sqrt()
 
 
-def _sum(rewards: torch.Tensor, is_one: torch.Tensor) -> torch.Tensor:
-    return torch.where(is_one, rewards, 0).sum(1, keepdim=True)
+def _sum(rewards: torch.Tensor, is_given: torch.Tensor) -> torch.Tensor:
+    return torch.where(is_given, rewards, 0).sum(1, keepdim=True)
 
 
-def _count(is_one: torch.Tensor) -> torch.Tensor:
-    return is_one.sum(1, keepdim=True).clamp(min=1)
+def _count(is_given: torch.Tensor) -> torch.Tensor:
+    return is_given.sum(1, keepdim=True).clamp(min=1)
 
 
 # ---- level: log-ratios of tokens [rows, tokens], 0 outside of answers -> [rows, tokens or 1] ----

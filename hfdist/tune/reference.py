@@ -41,7 +41,9 @@ class ReferenceTable(DocumentTable):
     def __init__(self, folder: Path, model: object) -> None:
         super().__init__(folder, model)
         self._known: dict[int, float | None] = {}
-        """Log-probabilities by the key of a document; None: another rank has found it."""
+        """Log-probabilities by the key of a document; None: some rank has learned it, and it is not read yet."""
+        self._learned: dict[int, float] = {}
+        """What this rank has learned, and not written yet."""
 
     @property
     def num_documents(self) -> int:
@@ -90,32 +92,40 @@ class ReferenceTable(DocumentTable):
         values = forward(batch, answers)
         found = torch.cat(values)[: len(batch["labels"])].cpu() if values else None
         for row, start, _, key in found_places:
-            self._known[key] = None if found is None else float(found[row, start])
+            if key not in self._known and found is not None:
+                self._learned[key] = float(found[row, start])
+            self._known.setdefault(key, None)
         return True
 
     def _write(self, rank: int) -> None:
         self._folder.mkdir(exist_ok=True)
-        known = {key: value for key, value in self._known.items() if value is not None}
+        path = self._folder / f"rank-{rank:05d}.npz"
+        # Not what other ranks have written: each start would multiply it by the number of ranks.
+        own = (self._read_file(path) if path.is_file() else {}) | self._learned
+        self._learned = {}
         columns: dict[str, Any] = {
-            "keys": np.array(list(known), dtype=np.uint64),
-            "values": np.array(list(known.values()), dtype=np.float64),
+            "keys": np.array(list(own), dtype=np.uint64),
+            "values": np.array(list(own.values()), dtype=np.float64),
             "model": np.array(self._model),
         }
-        write_atomically(self._folder / f"rank-{rank:05d}.npz", lambda file: np.savez(file, **columns))
+        write_atomically(path, lambda file: np.savez(file, **columns))
 
     def _read(self) -> None:
         self._known = {}
         for path in sorted(self._folder.glob("rank-*.npz")):
-            try:
-                with np.load(path, allow_pickle=False) as file:
-                    if str(file["model"]) == self._model:
-                        self._known |= dict(zip(file["keys"].tolist(), file["values"].tolist(), strict=True))
-            except _DAMAGED as error:
-                what, hint = (
-                    "a file of the reference's log-probabilities is damaged",
-                    f"rm -r {self._folder}, and start again",
-                )
-                raise CheckpointError(what, where=str(path), found=first_line(error), hint=hint) from error
+            self._known |= self._read_file(path)
+
+    def _read_file(self, path: Path) -> dict[int, float]:
+        """Give what a file holds of this model; CheckpointError: it is damaged."""
+        try:
+            with np.load(path, allow_pickle=False) as file:
+                if str(file["model"]) != self._model:
+                    return {}
+                return dict(zip(file["keys"].tolist(), file["values"].tolist(), strict=True))
+        except _DAMAGED as error:
+            what = "a file of the reference's log-probabilities is damaged"
+            hint = f"rm -r {self._folder}, and start again"
+            raise CheckpointError(what, where=str(path), found=first_line(error), hint=hint) from error
 
 
 def answers_of(training: Training) -> Callable[[nn.Module, Batch], torch.Tensor]:

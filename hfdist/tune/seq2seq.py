@@ -16,7 +16,7 @@ from hfdist.tune.token_loss import TokenLoss
 
 
 class SequenceToSequence(TokenLoss):
-    """An item is a token of a target."""
+    """The objective of pairs of source and target; its items are the tokens of targets."""
 
     def num_tokens(self, batch: Batch) -> int:
         """Count the tokens of sources and of targets."""

@@ -79,7 +79,7 @@ def _part(num_items: int, num_parts: int, generator: np.random.Generator) -> Ids
 
 
 class SpanCorruption(SequenceToSequence):
-    """An item is a token of a target: of a sentinel, a span, or the end.
+    """The objective of span corruption; its items are the tokens of targets: sentinels, spans and ends.
 
     Args:
         task: `task.*` of the run.

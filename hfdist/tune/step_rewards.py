@@ -71,5 +71,5 @@ def are_given(batch: Batch) -> torch.Tensor:
 def differ(batch: Batch, num_answers: int) -> torch.Tensor:
     """Whether the rewards of a prompt's answers differ; shape [prompts]."""
     groups = (len(batch["labels"]) // num_answers, -1)
-    rewards, is_one = batch[REWARDS].reshape(groups), are_given(batch).reshape(groups)
-    return torch.where(is_one, rewards, torch.inf).amin(1) < torch.where(is_one, rewards, -torch.inf).amax(1)
+    rewards, is_given = batch[REWARDS].reshape(groups), are_given(batch).reshape(groups)
+    return torch.where(is_given, rewards, torch.inf).amin(1) < torch.where(is_given, rewards, -torch.inf).amax(1)

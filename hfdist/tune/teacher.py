@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cached_property, partial
 from itertools import islice
 
@@ -120,7 +120,8 @@ class Teacher:
 
     def free(self) -> None:
         """Take the model out of memory, until it is needed again."""
-        self.__dict__.pop("_model", None)
+        with suppress(AttributeError):  # it was not read
+            del self._model
         # What FSDP2 has sharded refers to itself in a circle.
         gc.collect()
 

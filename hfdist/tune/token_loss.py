@@ -13,7 +13,7 @@ from hfdist.trainer.step.objective import Objective
 
 
 class TokenLoss(Objective):
-    """An item is a label."""
+    """What these objectives share: how items and tokens are counted."""
 
     @property
     def convention(self) -> Convention:

@@ -6,6 +6,7 @@ import itertools
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hfdist.config.task import TaskConfig, TaskLoss, TaskName
 from hfdist.tune.embedding_losses import (
@@ -16,8 +17,8 @@ from hfdist.tune.embedding_losses import (
     Texts,
     first_dimensions,
     losses_of,
-    places,
     rank_correlation,
+    ranks_of_positives,
 )
 
 KINDS = [QUERY, POSITIVE, NEGATIVE, QUERY, POSITIVE, QUERY, POSITIVE, NEGATIVE, NEGATIVE]
@@ -92,6 +93,24 @@ def test_cosent_wants_pairs_in_the_order_of_their_scores():
     assert torch.allclose(own, other, rtol=1e-10, atol=1e-12)
 
 
+def test_cosent_makes_no_table_of_all_two_pairs():
+    class Sizes(TorchDispatchMode):
+        largest = 0
+
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            made = function(*args, **(kwargs or {}))
+            if isinstance(made, torch.Tensor):
+                self.largest = max(self.largest, made.numel())
+            return made
+
+    number = 500
+    embeddings = torch.randn(2 * number, 2, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    kinds, scores = torch.tensor([QUERY, POSITIVE] * number), torch.arange(number) % 7
+    with Sizes() as sizes:
+        losses_of(Texts(embeddings, kinds, scores=scores.float()), task("cosent")).sum().backward()
+    assert sizes.largest <= 10 * number
+
+
 def test_rank_correlation_is_that_of_mean_ranks():
     # Similarities 0, 1 and 2; scores of which two are alike.
     texts = Texts(torch.tensor([[1.0], [0.0], [1.0], [1.0], [1.0], [2.0]]), torch.tensor([QUERY, POSITIVE] * 3))
@@ -105,15 +124,15 @@ def test_a_step_without_queries_has_no_loss():
     texts = dataclasses.replace(texts, scores=torch.zeros(0))
     for loss in LOSSES:
         assert losses_of(texts, task(loss.value)).shape == (0,)
-    assert places(texts).shape == (0,)
+    assert ranks_of_positives(texts).shape == (0,)
 
 
 def test_places_count_what_is_nearer_and_what_is_as_near():
     corners = torch.tensor([[1.0, 0.0], [0.8, 0.6], [0.0, 1.0], [0.0, 1.0], [1.0, 0.0]])
     texts = Texts(corners, torch.tensor([QUERY, POSITIVE, QUERY, POSITIVE, NEGATIVE]))
-    assert places(texts).tolist() == [2, 1]
+    assert ranks_of_positives(texts).tolist() == [2, 1]
     same = Texts(torch.ones(5, 2), texts.kinds)
-    assert places(first_dimensions(same, 2, task("infonce"))).tolist() == [3, 3]
+    assert ranks_of_positives(first_dimensions(same, 2, task("infonce"))).tolist() == [3, 3]
 
 
 @pytest.mark.parametrize("loss", ["infonce", "infonce_both"])
@@ -137,7 +156,7 @@ def test_equal_texts_are_no_negatives(loss):
     (own,), (other,) = (torch.autograd.grad(v.sum(), texts.embeddings) for v in (ours, torch.stack(wanted)))
     assert torch.allclose(own, other, rtol=1e-10, atol=1e-12)
     same = Texts(torch.ones(9, 2), texts.kinds, numbers)
-    assert places(same).tolist() == [5, 5, 5]
+    assert ranks_of_positives(same).tolist() == [5, 5, 5]
 
 
 @pytest.mark.parametrize("most", [1, 12, 18])
@@ -145,9 +164,9 @@ def test_scores_in_parts_are_those_of_all(monkeypatch, most):
     texts = make()
     whole = [losses_of(texts, task(loss)) for loss in ("infonce", "infonce_both")]
     wanted = [torch.autograd.grad(losses.sum(), texts.embeddings)[0] for losses in whole]
-    found = places(texts)
+    found = ranks_of_positives(texts)
     monkeypatch.setattr("hfdist.tune.embedding_losses._MOST_SCORES", most)
-    assert places(texts).tolist() == found.tolist()
+    assert ranks_of_positives(texts).tolist() == found.tolist()
     for loss, all_losses, gradient in zip(("infonce", "infonce_both"), whole, wanted, strict=True):
         parts = losses_of(texts, task(loss))
         assert torch.allclose(parts, all_losses, rtol=1e-12)

@@ -151,7 +151,7 @@ def test_files_are_numbered_on(tmp_path):
 @pytest.mark.parametrize("content", [b"", b"PK\x03\x04", b"\x93NUMPY\x01\x00", b"half"])
 def test_a_damaged_file_of_the_reference_is_refused(tmp_path, content):
     table = ReferenceTable(tmp_path, "model")
-    table._known = {1: -0.5, 2: -1.0}
+    table._learned = known = {1: -0.5, 2: -1.0}
     table._write(0)
     [path] = tmp_path.glob("rank-*.npz")
     whole = path.read_bytes()
@@ -162,4 +162,18 @@ def test_a_damaged_file_of_the_reference_is_refused(tmp_path, content):
     path.write_bytes(whole)
     again = ReferenceTable(tmp_path, "model")
     again._read()
-    assert again._known == table._known
+    assert again._known == known
+
+
+def test_a_rank_writes_what_it_has_learned_and_nothing_of_others(tmp_path):
+    """A file of all ranks' documents for each rank would grow with the square of their number."""
+    tables = [ReferenceTable(tmp_path, "model") for _ in range(2)]
+    for start in range(2):
+        for rank, table in enumerate(tables):
+            table._learned = {10 * start + rank: -1.0 - rank}
+        for rank, table in enumerate(tables):
+            table._write(rank)
+        for table in tables:
+            table._read()
+            assert len(table._known) == 2 * (start + 1)
+    assert tables[0]._read_file(tmp_path / "rank-00001.npz") == {1: -2.0, 11: -2.0}

@@ -13,6 +13,8 @@ from hfdist.errors import ConfigError, printable
 
 _ADDRESS = "http://HOST:PORT or https://HOST:PORT, each once"
 _HINT = "task.server_addresses=[http://127.0.0.1:8000]"
+_LABEL = r"[A-Za-z0-9_-]{1,63}"
+"""A part of a host's name, between dots."""
 _VARIABLE = r"(HFDIST|VLLM|SGLANG)_([A-Z0-9]+_)*(KEY|TOKEN)"
 
 
@@ -75,7 +77,7 @@ def _check_addresses(task: TaskConfig) -> None:
 
 def _is_address(address: str) -> bool:
     # No user, path or query: what follows is this project's to say.
-    if re.fullmatch(r"https?://([A-Za-z0-9._-]+|\[[0-9A-Fa-f:.]+\]):\d{1,5}", address) is None:
+    if re.fullmatch(rf"https?://({_LABEL}(\.{_LABEL})*\.?|\[[0-9A-Fa-f:.]+\]):\d{{1,5}}", address) is None:
         return False
     try:
         return bool(urlsplit(address).port)

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from hfdist.messages.message import MOST_BYTES, Message, NotAMessageError
+from hfdist.messages.message import MOST_BYTES, Message, NotAMessageError, as_message
 from hfdist.rewards.generation import Turn
 from hfdist.tune.answer import Answer
 
@@ -61,10 +61,8 @@ def read_answers(message: Message, end_ids: Collection[int]) -> list[ReadAnswer]
     ]
 
 
-def _read(tokens: list[int], log_probabilities: list[float], given: object) -> ReadAnswer:
-    if not isinstance(given, dict):
-        raise NotAMessageError("an episode is no object")
-    episode = Message(given)
+def _read(tokens: list[Any], log_probabilities: list[Any], described: object) -> ReadAnswer:
+    episode = as_message(described)
     drawn = episode.list("drawn")
     if len(drawn) != len(tokens) or not all(type(one) is bool for one in drawn):
         raise NotAMessageError("an episode does not say of each token whether it was drawn")
@@ -88,5 +86,5 @@ def _turn(given: object) -> Turn:
     said = Message(zip(Turn._fields, given, strict=True))
     role = said.text("role")
     if role not in _ROLES:
-        raise NotAMessageError("nobody of this role speaks in an episode")
+        raise NotAMessageError(f"nobody speaks as {role!r:.20} in an episode")
     return Turn(role, said.text("text", most=MOST_BYTES), said.text("name", most=MOST_BYTES))

@@ -8,7 +8,7 @@ import time
 from collections.abc import Mapping
 
 from hfdist.errors import PeerError, printable
-from hfdist.messages.message import Message, NotAMessageError
+from hfdist.messages.message import Message, NotAMessageError, as_message
 from hfdist.tune.generators.answer_check import AnswerCheck
 from hfdist.tune.generators.dispatcher import Dispatcher
 from hfdist.tune.generators.messages import DROPPED, RANK, pack, unpack
@@ -140,7 +140,7 @@ class Broker:
             self._dispatcher.publish(message.integer("version"))
             self._files.remove_others(self._rollback, self._dispatcher.versions_in_use())
         elif kind == "want":
-            for prompt in map(_as_message, message.list("prompts")):
+            for prompt in map(as_message, message.list("prompts")):
                 self._dispatcher.add(prompt.integer("number"), prompt.integer("step"), prompt)
         else:
             numbers = {f"{place}": number for place, number in enumerate(message.list("numbers"))}
@@ -153,7 +153,7 @@ class Broker:
             self._dispatcher.drop_before(first)
 
     def _take_answers(self, generator: str, message: Message, rollback: int) -> None:
-        given = [_as_message(one) for one in message.list("answers")] if "answers" in message else []
+        given = [as_message(one) for one in message.list("answers")] if "answers" in message else []
         numbers = [answers.integer("number") for answers in given]
         num_tokens = sum(map(self._check.count_tokens, given))
         version = message.integer("version") if given else 0
@@ -207,9 +207,3 @@ class Broker:
 
     def _send(self, receiver: bytes, message: Mapping[str, object]) -> None:
         self._socket.send_multipart([receiver, pack(message)])
-
-
-def _as_message(value: object) -> Message:
-    if not isinstance(value, dict):
-        raise NotAMessageError("a list holds what is no object")
-    return Message(value)

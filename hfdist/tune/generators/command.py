@@ -10,6 +10,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 
 from hfdist.config.cli.arguments import as_command, read_arguments, read_number
@@ -19,6 +20,7 @@ from hfdist.config.paths import expand_user
 from hfdist.errors import ConfigError
 from hfdist.messages.door import SECRET
 from hfdist.processes.stop_signals import heard_signals
+from hfdist.tune.generators.remote_files import reporting_disk_errors
 from hfdist.tune.generators.scratch import scratch_folder
 
 _HELP = f"""\
@@ -40,6 +42,8 @@ one, a run lets in generators of its own machine alone.
 Exit codes: 0 the training has ended, or it was told to end, 2 a wrong argument, or the run refuses it, 6 the run does
 not answer, 7 this machine's disk cannot hold or read the files.
 """
+_LABEL = r"[^:.]{1,63}"
+"""A part of a host's name, between dots: sockets raise no OSError for others."""
 _KEYS = {"join": "HOST:PORT", "model": "FOLDER", "folder": "FOLDER", "wait_seconds": "N"}
 
 
@@ -54,13 +58,16 @@ def _generate(arguments: list[str]) -> None:
     # Here: it imports torch, which takes seconds.
     made = importlib.import_module("hfdist.tune.generators.remote").RemoteGenerator
     kept = _make_folder(values)
-    with scratch_folder(kept or Path(tempfile.gettempdir())) as scratch:
+    parent = kept or Path(tempfile.gettempdir())
+    with ExitStack() as stack:
+        with reporting_disk_errors(parent):
+            scratch = stack.enter_context(scratch_folder(parent))
         more = {"own": own, "wait_seconds": wait_seconds, "say": _say}
         made(address, os.environ.get(SECRET, ""), kept or scratch, scratch, **more).run()
 
 
 def _read_address(text: str | None) -> tuple[str, int]:
-    found = re.fullmatch(r"([^:]+|\[.+\]):(\d{1,5})", text or "")
+    found = re.fullmatch(rf"({_LABEL}(?:\.{_LABEL})*\.?|\[.+\]):(\d{{1,5}})", text or "")
     if found is None or not 1 <= int(found[2]) <= 65535:
         what = "which run?" if text is None else "this is no address of a run"
         raise ConfigError(

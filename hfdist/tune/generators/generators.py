@@ -12,7 +12,8 @@ import atexit
 import json
 import shutil
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
@@ -201,11 +202,14 @@ class Generators(TrainerCallback):
         self._published = step
         if not self._is_open:
             # Not before: the loader's workers are forks of a process that must have no thread yet.
-            gate = on_rank_zero(self._open)
-            self._link = connect_rank(self._topology.rank, self._sockets, gate)
+            way = on_rank_zero(self._open)
+            on_all_ranks(lambda: self._connect(way))
             self._is_open = True
         if self._topology.is_main:
             self._send(kind="publish", version=step)
+
+    def _connect(self, way: list[object]) -> None:
+        self._link = connect_rank(self._topology.rank, self._sockets, way)
 
     def _open(self) -> list[object]:
         """Open the broker and the gates; give the way to it from other machines, as JSON."""
@@ -278,11 +282,17 @@ class Generators(TrainerCallback):
         return prompt | {"reference": example.reference, "columns": json.dumps(example.columns)}
 
     def _send(self, **message: object) -> None:
-        self._link.send(pack({"rollback": self._rollback, **message}))
+        with self._reaching_broker():
+            self._link.send(pack({"rollback": self._rollback, **message}))
 
     def _hear(self) -> bytes:
-        try:
+        with self._reaching_broker():
             return self._link.recv()
+
+    @contextmanager
+    def _reaching_broker(self) -> Iterator[None]:
+        try:
+            yield
         except OSError as error:
             what = f"rank {self._topology.rank} has lost the broker of the generators, on rank 0"
             raise PeerError(what, found=str(error)) from error

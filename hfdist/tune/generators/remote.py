@@ -20,7 +20,7 @@ from hfdist.tune.generators.chunks import Listing, write_listing
 from hfdist.tune.generators.generator import Generator
 from hfdist.tune.generators.link import TcpLink
 from hfdist.tune.generators.policy_files import PolicyFiles
-from hfdist.tune.generators.remote_files import RETRY_SECONDS, GoneError, RemoteFiles, no_connection_fails, use_own
+from hfdist.tune.generators.remote_files import RETRY_SECONDS, GoneError, RemoteFiles, reporting_disk_errors, use_own
 from hfdist.tune.generators.served_files import ADAPTER, MODEL, POLICY, TOKENIZER
 from hfdist.tune.generators.serving import serve
 from hfdist.tune.generators.settings import Settings
@@ -86,7 +86,7 @@ class RemoteGenerator:
                         files.close()
                     files = RemoteFiles(partial(self._connect, "files"), start, self._wait_seconds, self._scratch)
                     # transformers raises an OSError for a file that lacks.
-                    with no_connection_fails(self._folder):
+                    with reporting_disk_errors(self._folder):
                         generator = self._build(link.welcome, files)
                 serve(generator, link)
                 self._say("the training has ended")

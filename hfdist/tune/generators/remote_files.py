@@ -59,7 +59,7 @@ class RemoteFiles:
             RefusedError: the run does not let this reader in, or cannot send them.
             ResourceError: the disk is too small, or fails.
         """
-        with no_connection_fails(folder):
+        with reporting_disk_errors(folder):
             self._fetch(listing, folder, of, **more)
 
     def _fetch(self, listing: Listing, folder: Path, of: str, **more: int) -> None:
@@ -79,9 +79,9 @@ class RemoteFiles:
 
     def refuse(self, what: str) -> None:
         """Tell the run why this generator does not join, if it still listens."""
-        with suppress(OSError):
-            link = self._link or self._connect()
-            link.send(pack({"differs": what}))
+        with suppress(OSError, NotAMessageError, RefusedError):
+            self._link = self._link or self._connect()
+            self._link.send(pack({"differs": what}))
         self.close()
 
     def close(self) -> None:
@@ -123,8 +123,11 @@ class RemoteFiles:
 
 
 @contextmanager
-def no_connection_fails(folder: Path) -> Iterator[None]:
-    """Take an OSError of the block for one of this machine's disk: no connection comes out of it with one."""
+def reporting_disk_errors(folder: Path) -> Iterator[None]:
+    """Make a ResourceError of an OSError of the block, which is one of this machine's disk.
+
+    Connections inside of it raise other errors.
+    """
     try:
         yield
     except GoneError:

@@ -92,6 +92,8 @@ def test_other_machines_are_let_in_with_a_secret_alone(tmp_path, monkeypatch, ho
         "http://127.0.0.1:99999",
         "http://[::1:8000",
         "http://a b:8000",
+        "http://a..b:8000",
+        f"http://{'a' * 64}:8000",
         "http://127.0.0.1:8000\\n",
     ],
 )

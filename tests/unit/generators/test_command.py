@@ -14,6 +14,7 @@ from hfdist.tune.generators.command import main
         ([], "which run?"),
         (["join=somewhere"], "HOST:PORT"),
         (["join=host:99999"], "HOST:PORT"),
+        (["join=a..b:29700"], "HOST:PORT"),
         (["join=host:29700", "model=/nowhere"], "there is no such folder"),
         (["join=host:29700", "device=1"], "there is no key `device`"),
         (["join=host:29700", "wait_seconds=0"], "a whole number >= 1"),
@@ -25,6 +26,14 @@ def test_a_mistake_is_one_message(monkeypatch, capsys, arguments, said):
         main()
     assert ended.value.code == 2
     assert said in capsys.readouterr().err
+
+
+def test_a_folder_that_takes_no_files_is_one_message(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["hfdist generate", "join=127.0.0.1:1", "folder=/proc/self"])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    assert ended.value.code == 7
+    assert "the run's files cannot be kept or read here\n  where:   /proc/self" in capsys.readouterr().err
 
 
 def test_a_run_that_does_not_answer_ends_the_wait(monkeypatch, capsys, tmp_path):

@@ -17,12 +17,14 @@ from hfdist.errors import ConfigError, PeerError, ResourceError
 from hfdist.launch.address import LOOPBACK, listen
 from hfdist.messages.door import SECRET
 from hfdist.messages.message import Message, NotAMessageError, RefusedError
+from hfdist.topology import Topology
 from hfdist.trainer.generation.limits import GenerationLimits
 from hfdist.tune.generators import chunks, gates, remote_files, served_files
 from hfdist.tune.generators.answer_check import AnswerCheck
 from hfdist.tune.generators.broker import Broker
 from hfdist.tune.generators.dispatcher import Dispatcher
 from hfdist.tune.generators.gates import GeneratorGate, RankGate
+from hfdist.tune.generators.generators import Generators
 from hfdist.tune.generators.link import TcpLink
 from hfdist.tune.generators.messages import RANK, pack, unpack
 from hfdist.tune.generators.policy_files import PolicyFiles
@@ -522,3 +524,24 @@ def test_files_without_versions_are_listed_once(tmp_path):
     lists = [served.list(Message({"of": MODEL, "version": version})) for version in range(3)]
     assert lists[0] == lists[1] == lists[2]
     assert len(served._listed) == 1
+
+
+@pytest.mark.parametrize("error", [RefusedError(refused="too many"), NotAMessageError("?"), OSError()])
+def test_a_run_that_does_not_hear_why_does_not_hide_it(tmp_path, error):
+    def connect_reader():
+        raise error
+
+    RemoteFiles(connect_reader, "start", 1.0, tmp_path).refuse("another model")
+
+
+def test_a_rank_that_has_lost_the_broker_says_so_whether_it_speaks_or_hears():
+    ours, theirs = socket.socketpair()
+    link = TcpLink.__new__(TcpLink)
+    link._socket, link._answers = ours, ours.makefile("rb")
+    rank = Generators.__new__(Generators)
+    rank._link, rank._rollback, rank._topology = link, 0, Topology(rank=3, data=4)
+    theirs.close()
+    for action in (lambda: rank._send(kind="want", prompts=[]), rank._hear):
+        with pytest.raises(PeerError, match="rank 3 has lost the broker"):
+            action()
+    link.close()

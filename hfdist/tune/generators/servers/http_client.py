@@ -13,7 +13,7 @@ from http.client import HTTPConnection, HTTPException, HTTPResponse, HTTPSConnec
 from urllib.parse import urlsplit
 
 from hfdist.errors import named_line, printable
-from hfdist.messages.message import Message, NotAMessageError, read_json
+from hfdist.messages.message import Message, NotAMessageError, as_message, read_json
 from hfdist.secrets import MASK
 
 _MOST_BYTES = 2**22
@@ -111,13 +111,6 @@ class JsonClient:
         if self._key:
             text = text.replace(self._key, MASK)
         return printable(" ".join(text.split()), _MOST_SAID)
-
-
-def as_message(value: object) -> Message:
-    """Give a JSON object; NotAMessageError: the value is none."""
-    if not isinstance(value, dict):
-        raise NotAMessageError("it is no object")
-    return Message(value)
 
 
 @contextmanager

@@ -16,13 +16,13 @@ from pathlib import Path
 from typing import Any
 
 from hfdist.errors import HfdistError
-from hfdist.messages.message import NotAMessageError
+from hfdist.messages.message import NotAMessageError, as_message
 from hfdist.tune.answer import Answer
 from hfdist.tune.generators.answer_check import AnswerCheck
 from hfdist.tune.generators.answers import write_answers
 from hfdist.tune.generators.messages import Link
 from hfdist.tune.generators.servers.choose import FAILURES, failure, open_server
-from hfdist.tune.generators.servers.http_client import NoAnswerError, StatusError, as_message
+from hfdist.tune.generators.servers.http_client import NoAnswerError, StatusError
 from hfdist.tune.generators.servers.server import Completion, Server
 from hfdist.tune.generators.serving import serve
 from hfdist.tune.generators.settings import Settings

@@ -10,8 +10,8 @@ from typing import ClassVar, NamedTuple
 
 from hfdist.config.task import TaskConfig
 from hfdist.errors import ConfigError
-from hfdist.messages.message import NotAMessageError
-from hfdist.tune.generators.servers.http_client import JsonClient, as_message
+from hfdist.messages.message import NotAMessageError, as_message
+from hfdist.tune.generators.servers.http_client import JsonClient
 
 CHECK_SECONDS = 20.0
 """The longest wait for what a server says of itself."""
@@ -42,7 +42,7 @@ class Request:
     """Tokens of the longest prompt with its answer."""
 
     def sampling(self) -> dict[str, object]:
-        """Give what both servers know by the same names.
+        """Give what all servers call alike.
 
         All is said: what is left out would be taken from the generation config of the model.
         """
@@ -79,7 +79,7 @@ class Server(ABC):
         """The name under which the server has its model."""
 
     def check(self) -> None:
-        """Raise a ConfigError if the server is there, and cannot serve this run."""
+        """Learn the name of its model, before `complete`. ConfigError: the server cannot serve this run."""
         models = self._client.get("/v1/models", seconds=CHECK_SECONDS).list("data")
         if not models:
             raise NotAMessageError("the server has no model")

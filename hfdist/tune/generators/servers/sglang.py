@@ -11,8 +11,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from hfdist.messages.message import NotAMessageError
-from hfdist.tune.generators.servers.http_client import as_message
+from hfdist.messages.message import NotAMessageError, as_message
 from hfdist.tune.generators.servers.server import SEEDS, Completion, Server
 
 

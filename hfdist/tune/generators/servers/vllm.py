@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hfdist.errors import ConfigError
-from hfdist.messages.message import Message, NotAMessageError
-from hfdist.tune.generators.servers.http_client import StatusError, as_message
+from hfdist.messages.message import Message, NotAMessageError, as_message
+from hfdist.tune.generators.servers.http_client import StatusError
 from hfdist.tune.generators.servers.server import CHECK_SECONDS, SEEDS, Completion, Server
 
 _LOADING = "hfdist-loading"
