@@ -258,7 +258,7 @@ class Saver:
                 self._write_to_disk(save.path, save)
                 self._reports.append(save.report(save.path, is_replica=False))
         except BaseException as error:
-            # A hook of the user may end the thread, too: then nobody would take the next job.
+            # Whatever it is: an error that ended the thread would leave nobody to take the next job.
             self._error = error
 
     def _replicate(self, replicas: Replicas, save: _Save) -> bool:

@@ -269,7 +269,7 @@ class _Connection:
         self._messages: queue.Queue[Message] = queue.Queue()
         self.is_broken = is_broken
         self.aborted: set[int] = set()
-        """Meetings that do not count."""
+        """Numbers of rendezvous that do not count."""
         self.addresses: dict[int, object] = {}
         """Addresses of the ranks of each island, as the server has told them once."""
         self.ended: str | None = None

@@ -53,9 +53,9 @@ class _Worker:
     waits: bool = False
     """Whether it has pushed, and waits for weights."""
 
-    def has_all(self, places: Mapping[_ShardRank, str] | set[_ShardRank]) -> bool:
+    def has_all(self, noted: Mapping[_ShardRank, str] | set[_ShardRank]) -> bool:
         """Whether there is something of each rank at each shard."""
-        return self.island.is_complete and len(places) == self.num_shards * len(self.island.addresses)
+        return self.island.is_complete and len(noted) == self.num_shards * len(self.island.addresses)
 
 
 class ParameterServer:

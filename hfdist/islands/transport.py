@@ -144,7 +144,8 @@ class Transport:
         for part in swapped:
             total += part
         if not is_finite(total):
-            _, largest = max(zip((float(part.abs().max()) for part in swapped), members, strict=True))
+            sizes_of_parts = [float(part.abs().max()) for part in swapped]
+            largest = members[sizes_of_parts.index(max(sizes_of_parts))]
             raise BadPartError(largest, "its numbers are too large to add up")
         own_mean = encode(self._codec, total / len(members))
         sizes = [len(part) for part in parts]

@@ -54,7 +54,7 @@ def address_of_own_name() -> str:
     """Give the first address of the host name to which a socket can be bound, as gloo does; else loopback, as torch."""
     try:
         found = socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)
-    except OSError:
+    except (OSError, UnicodeError):  # a part of the name with more than 63 characters is a UnicodeError
         return LOOPBACK
     for family, kind, _, _, address in found:
         try:

@@ -46,11 +46,11 @@ class Message(dict[str, Any]):
             raise NotAMessageError(f"{key} is no whole number from {least} to {most}")
         return value
 
-    def integers(self, key: str, *, most: int = _MOST_COUNT) -> list[int]:
-        """Take a list of whole numbers, each from 0 to `most`."""
+    def integers(self, key: str) -> list[int]:
+        """Take a list of whole numbers from 0."""
         values = self.list(key)
-        if not all(type(value) is int and 0 <= value <= most for value in values):
-            raise NotAMessageError(f"{key} is no list of whole numbers from 0 to {most}")
+        if not all(type(value) is int and 0 <= value <= _MOST_COUNT for value in values):
+            raise NotAMessageError(f"{key} is no list of whole numbers from 0 to {_MOST_COUNT}")
         return values
 
     def number(self, key: str, *, least: float = 0.0) -> float:

@@ -164,12 +164,13 @@ def _check_answers(config: RunConfig) -> None:
     if not refused:
         return
     of_task = [key for key in refused if key.startswith("task.")]
-    without = f", without {' and '.join(of_task)}" if of_task else ""
+    moves = ["strategy=fsdp2"] if len(of_task) < len(refused) else []
+    moves += [f"without {' and '.join(of_task)}"] if of_task else []
     raise ConfigError(
         "prompts with images are answered by the ranks themselves, and this was not tried with it yet",
         where=", ".join(refused),
         allowed="one process, ddp, zero1, zero2, fsdp2, strategy.tensor",
-        hint=f"strategy=fsdp2{without}; or {_KEY}=false, which trains on text alone",
+        hint=f"{', '.join(moves)}; or {_KEY}=false, which trains on text alone",
     )
 
 
@@ -177,7 +178,8 @@ def _check_room(config: RunConfig, architecture: PreTrainedConfig) -> None:
     """Check that the longest prompt need not be cut for its answer: a cut could leave an image without its tokens."""
     positions = getattr(architecture.get_text_config(), "max_position_embeddings", None)
     length, new_tokens = config.data.sequence_length, config.task.max_new_tokens
-    if isinstance(positions, int) and 0 < positions < length + new_tokens:
+    # Without room for any prompt another error says so.
+    if isinstance(positions, int) and new_tokens < positions < length + new_tokens:
         raise ConfigError(
             "prompts with images cannot be cut, and the longest leaves the model no room for an answer",
             where="data.sequence_length",

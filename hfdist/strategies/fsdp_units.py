@@ -51,7 +51,7 @@ def shard_by_blocks(
     *,
     axis: str = "sharded",
 ) -> frozenset[str]:
-    """Shard a model in place over the ranks of `axis`: a unit a block, and the rest with `root`, which is or has the model.
+    """Shard a model in place over the ranks of `axis`: a unit a block, the rest with `root`, which is or has the model.
 
     Experts that ranks share are units of their own, sharded over the ranks that hold the same.
 

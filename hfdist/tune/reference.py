@@ -27,8 +27,8 @@ from hfdist.trainer.step.objective import Documents, reduce_answers
 from hfdist.trainer.training import Training
 from hfdist.tune.document_table import DocumentTable, Learn, places
 
-_DAMAGED = (OSError, EOFError, BadZipFile, MemoryError, LookupError, ValueError, TypeError, AttributeError)
-"""What numpy raises on files that are none of its own."""
+_DAMAGED = (EOFError, BadZipFile, MemoryError, LookupError, ValueError, TypeError, AttributeError)
+"""What numpy raises on the contents of files that are none of its own, whatever sizes they claim."""
 REFERENCE = "reference"
 """Key of a batch: the reference's log-probability of each document, at its first token; shape [rows, tokens]."""
 
@@ -123,8 +123,10 @@ class ReferenceTable(DocumentTable):
                     return {}
                 return dict(zip(file["keys"].tolist(), file["values"].tolist(), strict=True))
         except _DAMAGED as error:
-            what = "a file of the reference's log-probabilities is damaged"
-            hint = f"rm -r {self._folder}, and start again"
+            what, hint = (
+                "a file of the reference's log-probabilities is damaged",
+                f"rm -r {self._folder}, and start again",
+            )
             raise CheckpointError(what, where=str(path), found=first_line(error), hint=hint) from error
 
 

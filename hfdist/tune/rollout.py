@@ -68,7 +68,7 @@ class Rollouts:
     _training: Training
     _topology: Topology
     _sampler: Sampler
-    _image_tokens: ImageTokens | None
+    _image_tokens: ImageTokens | None = None
     """What images of the run become; None: it has none."""
 
     def __init__(

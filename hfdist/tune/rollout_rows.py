@@ -73,8 +73,10 @@ def make_image_rows(
     """
     rows = []
     for prompt, answer, seen in zip(prompts, answers, images.rows, strict=True):
-        ids = np.array([*prompt, *answer.tokens], dtype=np.int64)
-        is_target = np.array([False] * len(prompt) + answer.is_drawn)
+        # So that no batch is empty, and no mask is all zeros: a row without a prompt is filling.
+        filling = [fill_id] * (LEAST_TOKENS - len(prompt) - len(answer.tokens))
+        ids = np.array([*prompt, *answer.tokens, *filling], dtype=np.int64)
+        is_target = np.array([False] * len(prompt) + answer.is_drawn + [False] * len(filling), dtype=np.bool_)
         are_features = np.isin(ids, images.tokens.ids) & (np.arange(len(ids)) < len(prompt))
         rows.append({**images.tokens.row(ids, are_features, np.where(is_target, ids, IGNORED)), **seen})
     return stack_rows(rows, fill_id, images.tokens, needs_image=needs_image)

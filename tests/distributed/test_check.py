@@ -70,7 +70,12 @@ def test_the_real_sizes_count(tmp_path):
 
 @pytest.mark.parametrize(
     ("ours", "reference", "difference"),
-    [((4.0, 0.0), (4.0, 0.0), 0.0), ((4.0, 1e-9), (4.0, 0.0), float("inf")), ((4.0, 1.5), (4.0, 1.0), 0.5)],
+    [
+        ((4.0, 0.0), (4.0, 0.0), 0.0),
+        ((4.0, 1e-9), (4.0, 0.0), float("inf")),
+        ((4.0, 1.5), (4.0, 1.0), 0.5),
+        ((float("inf"), 1.0), (float("inf"), 1.0), float("inf")),
+    ],
 )
 def test_norms_may_be_zero(ours, reference, difference):
     assert largest_difference([Step(*ours)], [Step(*reference)]) == difference

@@ -1,6 +1,7 @@
 """Prompts with images that the model answers: TRL's own losses and weights on one process, the same in every layout."""
 
 import json
+import math
 
 import pytest
 import torch
@@ -160,6 +161,22 @@ def test_a_layout_changes_nothing(single, models, rows, tmp_path, family, layout
     assert own.keys() == wanted.keys()
     for name, value in wanted.items():
         torch.testing.assert_close(own[name], value, rtol=1e-4, atol=2e-6, msg=name)
+
+
+def test_a_damaged_image_of_a_prompt_teaches_nothing(models, tmp_path):
+    path = write_prompts(tmp_path / "rows", 6, counts=(1,))
+    whole = path.with_name("1-0.png").read_bytes()
+    path.with_name("1-0.png").write_bytes(whole[: len(whole) - 40])
+    words = (
+        "data.on_bad_rows=skip",
+        "data.eval_fraction=0",
+        "train.eval_every=null",
+        f"train.global_batch_size={6 // STEPS}",
+    )
+    run = tune(tmp_path / "run", models("llava"), path, 1, *words)
+    answered = {line["prompt"] for line in read_lines(RunFolder(run).rollouts)}
+    assert len(answered) == 5
+    assert all(math.isfinite(loss) for loss in losses(run))
 
 
 def answering(family, model):

@@ -10,6 +10,7 @@ import pytest
 
 from hfdist.errors import ConfigError, ResourceError
 from hfdist.host_memory import CgroupMemory
+from hfdist.launch.gloo_interface import address_of_own_name
 from hfdist.tools.doctor import machine, software, storage
 from hfdist.tools.doctor.command import main, parse_request
 from hfdist.tools.doctor.finding import ERROR, Finding, lines
@@ -90,7 +91,9 @@ def test_a_host_name_that_no_resolver_takes_is_a_finding(monkeypatch):
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     # Linux takes 64 characters, and a part of a name in DNS has 63 at most.
     monkeypatch.setattr("platform.node", lambda: "a" * 64)
+    monkeypatch.setattr("socket.gethostname", lambda: "a" * 64)
     assert "has no address" in machine.check_name(1).text
+    assert address_of_own_name() == "127.0.0.1"
 
 
 def test_a_shared_folder_whose_disk_fails_is_not_the_same_folder(tmp_path):

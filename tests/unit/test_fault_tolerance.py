@@ -212,6 +212,9 @@ def test_a_replica_is_gone_back_to_twice(tmp_path, monkeypatch):
             start.parent.rename(moved.parent)
             return moved
 
+        def holds(self, checkpoint):
+            return True
+
     replica = tmp_path / "line" / "step-00000003"
     replica.mkdir(parents=True)
     guard, restored = guard_of(None, replicas=Lines(), came_from=replica), []
@@ -219,6 +222,10 @@ def test_a_replica_is_gone_back_to_twice(tmp_path, monkeypatch):
     for _ in range(2):
         assert guard._roll_back(5, AssertionError)
     assert [path.parent.name for path in restored] == ["line1", "line11"]
+
+
+def test_a_checkpoint_that_was_damaged_since_the_start_is_not_gone_back_to(tmp_path):
+    assert guard_of(None, came_from=tmp_path)._find_checkpoint() is None
 
 
 def zero_engine(**settings):

@@ -171,8 +171,8 @@ def _check_writable(key: str, folder: str) -> None:
             os.lstat(path)
         with tempfile.TemporaryDirectory(prefix=".hfdist-", dir=there):
             pass
-    except OSError as error:
-        reason = f"the folder cannot be used: {error.strerror}"
+    except (OSError, ValueError) as error:  # of a name with a NUL, a ValueError
+        reason = f"the folder cannot be used: {getattr(error, 'strerror', None) or error}"
         what = "a file is in the folder's place" if os.path.isfile(there) else reason
         allowed, hint = "a writable folder", "run.dir=runs/first"
         raise ConfigError(what, where=key, found=folder, allowed=allowed, hint=hint) from error

@@ -1,4 +1,4 @@
-"""The command line of recipes/audit.py: which run, which of its steps, and how. A config stays."""
+"""The command line of hfdist audit: which run, which of its steps, and how. A config stays."""
 
 from __future__ import annotations
 

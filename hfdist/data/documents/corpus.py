@@ -261,7 +261,7 @@ class Corpus:
             number = self._number_of(source, name)
             num_rows = 0 if number is None else int(self._ends[number]) - self._first_of(number)
             if number is None or int(row) >= num_rows:
-                allowed = "SOURCE:FILE:ROW, as messages and recipes/audit.py name it; rows are counted from 0"
+                allowed = "SOURCE:FILE:ROW, as messages and hfdist audit name it; rows are counted from 0"
                 raise ConfigError("there is no such row", where="data.quarantine", found=entry, allowed=allowed)
             found.add(int(self._ends[number]) - num_rows + int(row))
         return frozenset(found)

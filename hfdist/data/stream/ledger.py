@@ -66,7 +66,9 @@ class Ledger:
             if self._num_bad_rows <= _MOST_WARNINGS:
                 logger.warning("left out: %s", problem.message)
             if self._num_bad_rows == _MOST_WARNINGS:
-                logger.warning("bad rows after these are left out without a warning; `hfdist audit` counts them")
+                logger.warning(
+                    "other bad rows are left out without a warning; `hfdist audit` counts those it cannot read"
+                )
             if self._on_bad_rows is BadRows.quarantine:
                 self._queue(bad_rows_file(self.folder, lane), self._describe(int(records["sequence"][0]), problem))
 

@@ -183,13 +183,7 @@ def _with_aliases(extra: Mapping[str, object]) -> dict[str, object]:
     for key, values in extra.items():
         if key in sections and isinstance(values, dict):
             alias = {name: field.alias or name for name, field in sections[key].model_fields.items()}
-            own: dict[object, object] = {}
-            for name, value in values.items():
-                if (known := alias.get(name, name)) in own:
-                    what, hint = "this field is given by both of its names", f"{known} alone"
-                    raise ConfigError(what, where=f"{PLACE}.{key}", found=name, hint=hint)
-                own[known] = value
-            named[key] = own
+            named[key] = {alias.get(name, name): value for name, value in values.items()}
     return named
 
 

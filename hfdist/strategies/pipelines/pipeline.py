@@ -236,7 +236,7 @@ class PipelineEngine(Engine):
     def whole_parameters(self) -> Iterable[tuple[str, torch.Tensor]]:
         """List them as the base class does; what several stages hold has a name of its own, as they hold little else.
 
-        So a tied embedding and its head, on two ranks, are compared, where all holders add up gradients last of all: else
+        So a tied embedding and its head, on two ranks, are compared, where holders add up gradients last of all: else
         they differ by rounding.
         """
         if self._parts is not None and self._parts.groups.tensor is not None:

@@ -46,7 +46,7 @@ _DRIFT_LEVELS = 4
 _SLOWER = 0.75
 """Throughput below this share of the level before is an alert."""
 _LEAST_LEVELS = 4
-"""Fewer levels of throughput before the newest tell nothing."""
+"""Fewer levels of throughput, but for the newest two, tell nothing."""
 
 _LARGEST_MISMATCH = 0.5
 """Nats by which log-probabilities may differ between trainer and generators: a ratio of 1.6."""

@@ -6,18 +6,17 @@ from collections.abc import Mapping
 
 from hfdist.config.cli.arguments import read_number
 from hfdist.config.composition.overrides import COMMAND_LINE
+from hfdist.config.ranges import DAY_SECONDS
 from hfdist.config.run import AUTO
 from hfdist.errors import ConfigError
 from hfdist.topology import read_launcher
-
-_MOST_SECONDS = 86_400
 
 
 def read_seconds(values: Mapping[str, str], name: str, default: str) -> float:
     """Read a time limit; ConfigError: it is no whole number, or more than a day, which stores cannot wait."""
     seconds = read_number(values, name, default)
-    if seconds > _MOST_SECONDS:
-        where, allowed = f"{name} ({COMMAND_LINE})", f"at most {_MOST_SECONDS}, which is a day"
+    if seconds > DAY_SECONDS:
+        where, allowed = f"{name} ({COMMAND_LINE})", f"at most {DAY_SECONDS:g}, which is a day"
         raise ConfigError("no such value", where=where, found=seconds, allowed=allowed)
     return float(seconds)
 

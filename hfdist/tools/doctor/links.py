@@ -117,8 +117,8 @@ def measure_all(rendezvous: Rendezvous, backend: str, ranks: Sequence[int], seco
             device = device_of(backend)
             for mib in SIZES_MIB:
                 tensor = torch.zeros(mib << 18, device=device)
-                seconds = quickest(partial(dist.all_reduce, tensor), REPEATS, device)
-                gbs[str(mib)] = 2 * (len(ranks) - 1) / len(ranks) * tensor.nbytes / seconds / 1e9
+                best = quickest(partial(dist.all_reduce, tensor), REPEATS, device)
+                gbs[str(mib)] = 2 * (len(ranks) - 1) / len(ranks) * tensor.nbytes / best / 1e9
     except Exception as error:
         return what_failed(error)
     return gbs

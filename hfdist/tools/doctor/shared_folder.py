@@ -32,7 +32,7 @@ def check_same_folder(run_dir: Path, mark: str | None, host: str, first: str) ->
     if mark is None or host == first:
         return []
     there = storage.existing_part(run_dir)
-    # Other than Path.exists, it takes a disk that fails for one without the file.
+    # Unlike Path.exists, it takes a disk that fails for one without the file.
     sees = os.path.exists(there / mark)
     text = f"{there} is {'the same folder as' if sees else 'not the folder of'} {first}"
     hint = "run.dir=FOLDER on a disk that all machines share: all ranks write into a checkpoint"

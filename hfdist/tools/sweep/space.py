@@ -141,8 +141,8 @@ class Space:
             raise ConfigError(what, where="sweep.space", allowed=_ALLOWED, hint=hint)
         for key, number in Counter(one.key for one in dimensions).items():
             if number > 1:
-                whole = "all values of a key in one place"
-                raise ConfigError("this key varies twice", where=key, found=f"{number} times", allowed=whole)
+                what, once = "this key varies twice", "all values of a key in one place"
+                raise ConfigError(what, where=key, found=f"{number} times", allowed=once)
         self.dimensions = sorted(dimensions, key=lambda one: one.condition is not None)
         choices = {one.key: one.texts for one in dimensions if one.choices and one.condition is None}
         for one in dimensions:

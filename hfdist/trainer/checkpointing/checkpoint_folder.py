@@ -65,7 +65,7 @@ class CheckpointFolder:
         try:
             return find_newest(self.path)
         except CheckpointError as error:
-            # The run has another error to tell, for which it looks for a way back.
+            # It is asked for after another error, which the run raises if there is no way back.
             if rank() == 0:
                 logger.warning("%s", error)
             return None

@@ -21,6 +21,7 @@ from hfdist.collectives import gather_json, world_size
 from hfdist.errors import NumericsError
 from hfdist.optim.rates import rate_of, set_rate
 from hfdist.trainer.checkpointing.checkpointer import Checkpointer
+from hfdist.trainer.checkpointing.find import first_sound
 from hfdist.trainer.checkpointing.trainer_state import read_trainer_state
 from hfdist.trainer.fault_tolerance.bit_comparison import find_differences
 from hfdist.trainer.fault_tolerance.skip_counter import SkipCounter, Skipped, Tolerance
@@ -215,7 +216,11 @@ class NonfiniteGuard:
         if newest is not None or came_from is None:
             return newest
         # Each machine has a part of a replica.
-        return came_from if all(gather_json(came_from.is_dir())) else None
+        if not all(gather_json(came_from.is_dir())):
+            return None
+        is_replica = self._replicas is not None and self._replicas.holds(came_from)
+        # What the folder has may have been damaged since.
+        return came_from if is_replica else first_sound([str(came_from)])
 
     def _restore(self, checkpoint: Path) -> None:
         """Undo within the process what training has changed since `checkpoint`."""

@@ -25,8 +25,8 @@ class RowImages:
         return RowImages(self.tokens, self.rows[some])
 
     def batch(self, ids: torch.Tensor, num_prompt_tokens: Sequence[int]) -> Batch:
-        """Give what a forward takes besides `ids`, of shape [rows, tokens]; images stand in the prompts alone."""
-        made = stack_inputs([own for own in self.rows if own])
+        """Give what a forward takes besides `ids`, of shape [rows, tokens]; images stand in prompts alone."""
+        made = stack_inputs([row for row in self.rows if row])
         if self.tokens.kinds is None:
             return made
         are_of_prompt = torch.arange(ids.shape[1]) < torch.tensor(num_prompt_tokens)[:, None]

@@ -94,10 +94,8 @@ class RouterLoss:
     def forget(self) -> None:
         """Begin the figures anew."""
         if self._routers is not None:
-            self._counted_here, self._counted_by_all = (
-                torch.zeros_like(self._counted_here),
-                torch.zeros_like(self._counted_by_all),
-            )
+            self._counted_here = torch.zeros_like(self._counted_here)
+            self._counted_by_all = torch.zeros_like(self._counted_by_all)
             self._num_steps, self._loss_sum = 0, torch.zeros_like(self._loss_sum)
 
     def training(self, hooks: TrainerHooks) -> AbstractContextManager[None]:

@@ -262,7 +262,10 @@ def describe_step(run: PastRun, step: int, *, shows_all_text: bool) -> Iterator[
         start, stop = np.searchsorted(run.ledger[lane]["sequence"], [number, number + 1]).tolist()
         records = run.ledger[lane][start:stop]
         if not are_readable(records, len(run.corpus.pools), run.corpus.num_documents).all():
-            what, audit = "the ledger has records that no run writes", shlex.join(["hfdist", "audit", f"run={run.folder}"])
+            what, audit = (
+                "the ledger has records that no run writes",
+                shlex.join(["hfdist", "audit", f"run={run.folder}"]),
+            )
             where = f"{RunFolder(run.folder).ledger}, lane {lane}, sequence {number}"
             raise DataError(what, where=where, hint=f"{audit}, which names them all")
         pool = run.corpus.pools[records["pool"][0]].name if len(records) else "nothing: the lane had come to its end"

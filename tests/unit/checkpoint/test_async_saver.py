@@ -196,7 +196,7 @@ def test_what_must_come_first_is_written_beside_the_training_and_its_failure_is_
     assert os.listdir(tmp_path) == []
 
 
-def test_a_hook_that_exits_ends_no_later_save(tmp_path):
+def test_an_exit_within_a_save_ends_no_later_save(tmp_path):
     calls = []
 
     def write_first():

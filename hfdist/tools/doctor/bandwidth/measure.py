@@ -25,8 +25,8 @@ from hfdist.topology import read_launcher
 from hfdist.units import list_first
 
 _MOST_NAMED = 20
-_GROUP_SECONDS = 3600.0
-"""Seconds that others may need for an earlier group: large tensors on a slow network take some minutes."""
+_GROUP_SECONDS = 1800.0
+"""Seconds that others may need for an earlier group: large tensors on the slowest network take about twenty minutes."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -45,8 +45,8 @@ class SlurmLauncher:
         # The sweep itself decides whether a trial starts again, whatever the site or cluster.slurm.options say.
         options = ["--parsable", "--no-requeue", f"--output={folder.resolve() / LOG}", "--open-mode=append"]
         said = _try("sbatch", *options, f"--comment={_MARK}{trial_mark(slot, rung, folder)}", str(path))
-        # Where a site has put a program of its own before sbatch, that says more.
-        numbers = re.findall(r"^(\d+)(?:;.*)?$", said.stdout, flags=re.MULTILINE)
+        # A program that a site has put before sbatch may print lines of its own.
+        numbers = re.findall(r"^(\d+)(?:;.*)?\s*$", said.stdout, flags=re.MULTILINE)
         if said.returncode != 0 or not numbers:
             found = " ".join((said.stderr or said.stdout).split())
             raise ConfigError("SLURM does not take the job", where="sweep.launcher", found=found, hint=f"sbatch {path}")
