@@ -41,6 +41,16 @@ Inputs = TypeVar("Inputs")
 """What a part is called with."""
 
 
+class _PassSeconds(NamedTuple):
+    """Seconds of one forward and of the two parts of its backward."""
+
+    forward: float
+    first_half: float
+    """The half that gives the gradients of inputs; 0 where the backward is not split."""
+    rest: float
+    """The half that gives the gradients of parameters, or the whole backward where it is not split."""
+
+
 class PartTime(NamedTuple):
     """What a part of a model takes for one micro batch."""
 
@@ -113,15 +123,15 @@ def time_blocks(
     def loss(copied: nn.Module, inputs: torch.Tensor) -> torch.Tensor:
         return nn.functional.cross_entropy(copied(inputs).float().flatten(0, -2), ids.flatten())
 
-    # Their weights are drawn, too.
+    # Embedding and head are timed with random weights, too, which take random numbers.
     with preserve_state(model):
         prologue = (
             PartTime() if embedding is None else timer.time(embedding, lambda: None, lambda copied, _: copied(ids))
         )
         epilogue = PartTime() if head is None else timer.time(head, lambda: hidden, loss)
-    # Its images are not here yet: it counts as blocks of as many parameters would.
+    # What reads images cannot be timed yet, as there are none: it counts as blocks of as many parameters would.
     share = num_image_parameters(model) / sum(costs_by_parameters(model, blocks).blocks)
-    of_images = PartTime(*(share * leg for leg in _total(timer.times)))
+    of_images = PartTime(*(share * figure for figure in _total(timer.times)))
     return BlockTimes(tuple(timer.times), _total([prologue, of_images]), epilogue)
 
 
@@ -146,11 +156,10 @@ def time_blocks_of_run(
         own.prologue.seconds,
         own.epilogue.seconds,
     )
-    every = gather_json([*own.blocks, own.prologue, own.epilogue])
-    means = [PartTime(*map(fmean, zip(*of_part, strict=True))) for of_part in zip(*every, strict=True)]
+    parts_of_ranks = gather_json([*own.blocks, own.prologue, own.epilogue])
+    means = [_mean([PartTime(*of_rank) for of_rank in of_ranks]) for of_ranks in zip(*parts_of_ranks, strict=True)]
     grain = fmean(part.seconds for part in means[: len(blocks)]) / _GRAIN
-    means = [PartTime(*[*(round(leg / grain) * grain for leg in part[:-1]), part.kept_bytes]) for part in means]
-    *of_blocks, prologue, epilogue = means
+    *of_blocks, prologue, epilogue = [_round_seconds(part, grain) for part in means]
     return BlockTimes(tuple(of_blocks), prologue, epilogue)
 
 
@@ -197,17 +206,23 @@ class _Timer:
             run(prepare(), splits=False)
         if self._halves:
             run(prepare(), splits=True)
-        whole, halved = [], []
+        whole: list[_PassSeconds] = []
+        halved: list[_PassSeconds] = []
+        # In turns: what else the machine does meets both alike.
         for _ in range(_REPEATS):
             whole.append(run(prepare(), splits=False))
             if self._halves:
                 halved.append(run(prepare(), splits=True))
-        forward, _, backward = map(median, zip(*whole, strict=True))
-        _, input_half, weight_half = map(median, zip(*halved, strict=True)) if halved else (0.0, 0.0, 0.0)
-        return PartTime(forward, backward, input_half, weight_half, kept.num_bytes)
+        return PartTime(
+            forward=median(seconds.forward for seconds in whole),
+            backward=median(seconds.rest for seconds in whole),
+            input_half=median(seconds.first_half for seconds in halved) if halved else 0.0,
+            weight_half=median(seconds.rest for seconds in halved) if halved else 0.0,
+            kept_bytes=kept.num_bytes,
+        )
 
-    def _run(self, call: Callable[[Inputs], object], inputs: Inputs, *, splits: bool) -> tuple[float, float, float]:
-        """Give the seconds of a forward, of the first half of its backward, and of the rest or of all of it."""
+    def _run(self, call: Callable[[Inputs], object], inputs: Inputs, *, splits: bool) -> _PassSeconds:
+        """Time a forward and its backward, whole or in two halves."""
         start = self._now()
         with (
             torch.enable_grad(),
@@ -224,7 +239,7 @@ class _Timer:
             rest()
         else:
             torch.autograd.backward(outputs, gradients)
-        return begin - start, middle - begin, self._now() - middle
+        return _PassSeconds(begin - start, middle - begin, self._now() - middle)
 
     def _measure(
         self, block: nn.Module, args: tuple[object, ...], kwargs: Mapping[str, object]
@@ -277,3 +292,13 @@ class _KeptBytes(saved_tensors_hooks):
 
 def _total(parts: Sequence[PartTime]) -> PartTime:
     return PartTime(*map(sum, zip(*parts, strict=True)))
+
+
+def _mean(parts: Sequence[PartTime]) -> PartTime:
+    return PartTime(*map(fmean, zip(*parts, strict=True)))
+
+
+def _round_seconds(part: PartTime, grain: float) -> PartTime:
+    """Round the seconds of a part to multiples of `grain`; its bytes are exact."""
+    seconds = part._replace(kept_bytes=0.0)
+    return PartTime(*(round(value / grain) * grain for value in seconds))._replace(kept_bytes=part.kept_bytes)

@@ -73,17 +73,17 @@ def choose_schedule(
     state_bytes: float,
     splits_backward: bool,
 ) -> Choice:
-    """Choose, with equal arguments alike on all ranks.
+    """Choose the schedule with the shortest step; equal arguments give the same choice on all ranks.
 
     Args:
-        times: of the model's parts.
-        parameters: their numbers of parameters.
-        assign_blocks: gives the blocks of each stage for the ranks of the stages; PartitionError: too few blocks.
+        times: what each part of the model takes.
+        parameters: how many parameters each part has.
+        assign_blocks: takes the rank of each stage, and gives the blocks of each; PartitionError: too few blocks.
         num_ranks: ranks of the pipeline.
         num_microbatches: micro batches of a step.
         usable_bytes: memory of a rank; where no schedule fits in it, the one that needs least is taken.
-        state_bytes: of a parameter of a stage on one rank: its share of itself, its gradient and the optimizer's state.
-        splits_backward: whether the run splits backwards where a schedule says so; see `Stage`.
+        state_bytes: what a rank holds for a parameter: its share of it, of its gradient and of the optimizer's state.
+        splits_backward: whether the run splits a backward in two halves where a schedule says so.
     """
     found: list[Choice] = []
     for schedule, per_rank in _CANDIDATES:
@@ -94,11 +94,12 @@ def choose_schedule(
         stages = assign_blocks(ranks)
         parts = [times.of_blocks(run) for run in stages]
         held = [state_bytes * parameters.of_blocks(run) for run in stages]
-        step = partial(simulate, schedule, _by_rank(parts, ranks, num_ranks), splits_backward=splits_backward)
-        memory = partial(_most_held, schedule, ranks, held, [part.kept_bytes for part in parts])
-        seconds, most_bytes = (_of_step(figure, num_ranks, num_microbatches) for figure in (step, memory))
+        step_seconds = partial(simulate, schedule, _by_rank(parts, ranks, num_ranks), splits_backward=splits_backward)
+        held_bytes = partial(_most_held, schedule, ranks, held, [part.kept_bytes for part in parts])
+        seconds = _extrapolate(step_seconds, num_ranks, num_microbatches)
+        most_bytes = _extrapolate(held_bytes, num_ranks, num_microbatches)
         found.append(Choice(schedule, per_rank, stages, seconds, most_bytes))
-    # Lists of schedules that are not run.
+    # The lists of instructions of schedules that are not run would stay.
     computations.cache_clear()
     most = max(_USABLE * usable_bytes, min(choice.most_bytes for choice in found))
     best = _shortest([choice for choice in found if choice.most_bytes <= most])
@@ -126,26 +127,31 @@ def _shortest(choices: Sequence[Choice]) -> Choice:
     return best
 
 
-def _of_step(figure: Callable[[int], float], num_ranks: int, num_microbatches: int) -> float:
-    """Give a figure, which depends on the number of micro batches; of a long step by what more of them add to it."""
+def _extrapolate(figure: Callable[[int], float], num_ranks: int, num_microbatches: int) -> float:
+    """Give the figure of a step of that many micro batches; of a long step on the line through two shorter ones."""
+    # figure |         . *    asked for
+    #        |      o        _MOST_SIMULATED x ranks     A full pipeline takes each further micro batch
+    #        |   o           a micro batch a rank less   as it took the one before.
+    #        +-------------- micro batches
     if num_microbatches <= _MOST_SIMULATED * num_ranks:
         return figure(num_microbatches)
-    less, more = figure((_MOST_SIMULATED - 1) * num_ranks), figure(_MOST_SIMULATED * num_ranks)
-    return more + (more - less) * (num_microbatches / num_ranks - _MOST_SIMULATED)
+    shorter, longer = figure((_MOST_SIMULATED - 1) * num_ranks), figure(_MOST_SIMULATED * num_ranks)
+    return longer + (longer - shorter) * (num_microbatches / num_ranks - _MOST_SIMULATED)
 
 
 def _most_held(
     schedule: Schedule,
-    rank_of_stage: tuple[int, ...],
+    ranks: tuple[int, ...],
     state: Sequence[float],
     kept: Sequence[float],
     num_microbatches: int,
 ) -> float:
-    """Give the most bytes that a rank holds at a time: of each stage its state, and what micro batches keep."""
-    return max(_held(own, state, kept) for own in computations(schedule, rank_of_stage, num_microbatches))
+    """Give the most bytes that a rank holds at a time: the state of each of its stages, and what micro batches keep."""
+    return max(_most_of_rank(own, state, kept) for own in computations(schedule, ranks, num_microbatches))
 
 
-def _held(instructions: Sequence[Instruction], state: Sequence[float], kept: Sequence[float]) -> float:
+def _most_of_rank(instructions: Sequence[Instruction], state: Sequence[float], kept: Sequence[float]) -> float:
+    """Give the most bytes that a rank with these instructions holds: a forward keeps, the end of its backward frees."""
     held = most = sum(state[stage] for stage in {one.stage for one in instructions})
     for one in instructions:
         if one.operation is Operation.forward:

@@ -39,7 +39,7 @@ class Costs:
 
 
 def costs_by_parameters(model: PreTrainedModel, blocks: Sequence[Block]) -> Costs:
-    """Parameters, for equal memory. A tied head counts where it runs, as its rank holds a copy."""
+    """Give the numbers of parameters, for equal memory. A tied head counts where it runs, as its rank holds a copy."""
     return Costs(
         blocks=tuple(float(sum(p.numel() for p in parameters_of(block).values())) for block in blocks),
         prologue=float(_numel(input_embeddings(model)) + num_image_parameters(model)),
@@ -48,7 +48,7 @@ def costs_by_parameters(model: PreTrainedModel, blocks: Sequence[Block]) -> Cost
 
 
 def costs_by_flops(model: PreTrainedModel, blocks: Sequence[Block], sequence_length: int) -> Costs:
-    """Operations of forward and backward for one token, for equal time.
+    """Give the floating-point operations of forward and backward for one token, for equal time.
 
     Experts count as often as a token chooses one. A lookup in the embedding counts nothing. The head dominates small
     models with large vocabularies. What reads images counts as if each token were a patch.
@@ -83,7 +83,7 @@ def parameters_of(block: Block) -> dict[str, nn.Parameter]:
 
 
 def kind_of_block(block: Block) -> str:
-    """Equal for blocks that cost the same: same modules, same shapes, same plain settings."""
+    """Give a text that is equal for blocks that cost the same: same modules, same shapes, same plain settings."""
     modules = [
         (
             name,

@@ -17,7 +17,10 @@ from hfdist.pipeline.whole_model import make_whole
 
 
 def find_generation_problem(model: PreTrainedModel) -> str | None:
-    """See `find_cache_problem`; each block of the small model is a stage by itself, so all ranks find the same."""
+    """Say why stages with caches of their own do not write as the whole model; None: they do.
+
+    Asked of a small model of the type, each of whose blocks is a stage on this rank, so all ranks find the same.
+    """
     return find_cache_problem(model, _in_stages)
 
 

@@ -2,13 +2,15 @@
 
 Tried on a small model of the type, each of whose blocks is a stage. Most types need none: the first stage puts features
 into the states, and later stages make positions and masks from tokens and from the sizes of images. Some also add
-features to the states after their first blocks, which NaN cannot tell, as nothing is missed there.
+features to the states after their first blocks. A stage without them gives no NaN, only other numbers, so losses and
+gradients are compared.
 """
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import torch
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -25,7 +27,14 @@ _BOUND = 1e-4
 """Largest relative difference of the loss and of a gradient."""
 
 _Batch = Mapping[str, torch.Tensor]
-_Gradients = dict[str, torch.Tensor]
+
+
+class _Pass(NamedTuple):
+    """What a forward and its backward give."""
+
+    loss: torch.Tensor
+    gradients: dict[str, torch.Tensor]
+    """By the parameter's name; parameters without a gradient are left out."""
 
 
 def find_features(architecture: PreTrainedConfig, batches: Sequence[_Batch]) -> ImageBatch:
@@ -43,11 +52,11 @@ def find_features(architecture: PreTrainedConfig, batches: Sequence[_Batch]) -> 
         small = make_small(architecture)
         # With a cache, restarting positions are not looked at.
         with without_cache(small.config):
-            whole = [_run(small, small(**batch).loss) for batch in batches]
+            passes = [_backward(small, small(**batch).loss) for batch in batches]
             for example in _candidates(small, batches[0]):
                 read_images(small, unreached=(), example=example)
                 for carry in CARRIES:
-                    found = (_try(small, *tried, carry) for tried in zip(batches, whole, strict=True))
+                    found = (_try(small, *tried, carry) for tried in zip(batches, passes, strict=True))
                     problem = next((problem for problem in found if problem is not None), None)
                     if problem is None:
                         return example
@@ -64,36 +73,38 @@ def find_features(architecture: PreTrainedConfig, batches: Sequence[_Batch]) -> 
 
 
 def _candidates(small: PreTrainedModel, batch: _Batch) -> Iterator[ImageBatch]:
-    """No features, the fields one by one, and all."""
+    """Give the batch with no field of features, with each of them alone, and with all."""
     yield ImageBatch(batch)
-    names: list[str] = []
-    apart = copy.deepcopy(small)
-    keep_features(apart, names.extend)
+    seen: list[str] = []
+    # Its hooks stay: so not on the model itself.
+    hooked = copy.deepcopy(small)
+    keep_features(hooked, seen.extend)
     with torch.no_grad():
-        apart(**batch)
-    names = list(dict.fromkeys(names))
+        hooked(**batch)
+    names = list(dict.fromkeys(seen))
     yield from (ImageBatch(batch, frozenset([name])) for name in names)
     yield ImageBatch(batch, frozenset(names))
 
 
-def _try(small: PreTrainedModel, batch: _Batch, whole: tuple[torch.Tensor, _Gradients], carry: Carry) -> str | None:
-    """Say why stages do not train as the whole model, whose loss and gradients are given; None: they do."""
+def _try(small: PreTrainedModel, batch: _Batch, whole: _Pass, carry: Carry) -> str | None:
+    """Say why stages do not train as the whole model does, whose pass is given; None: they do."""
     try:
         stages = stages_of_one_block(small, carry)
-        loss, gradients = _run(small, run_in_turn(stages, lambda model: model(**batch)).loss)
+        split = _backward(small, run_in_turn(stages, lambda model: model(**batch)).loss)
     except Exception as error:  # whatever a model raises whose blocks need more
         return first_line(error)
-    without = next((name for name in whole[1] if name not in gradients), None)
+    without = next((name for name in whole.gradients if name not in split.gradients), None)
     if without is not None:
         return f"{without} has no gradient"
-    difference = largest_difference(whole[0], loss, whole[1].values(), [gradients[name] for name in whole[1]])
-    # Also where it is no number.
+    in_order = [split.gradients[name] for name in whole.gradients]
+    difference = largest_difference(whole.loss, split.loss, whole.gradients.values(), in_order)
+    # So that a difference that is not a number is a problem, too.
     return None if difference <= _BOUND else f"the loss, or a gradient, differs by {difference:.0e}"
 
 
-def _run(model: PreTrainedModel, loss: torch.Tensor) -> tuple[torch.Tensor, _Gradients]:
-    """Give the loss, and the gradients of its backward."""
+def _backward(model: PreTrainedModel, loss: torch.Tensor) -> _Pass:
+    """Run the backward of a loss, and leave the model without gradients."""
     loss.backward()
     gradients = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
     model.zero_grad(set_to_none=True)
-    return loss.detach(), gradients
+    return _Pass(loss.detach(), gradients)

@@ -1,4 +1,4 @@
-"""What a stage has of images: the first one computes features, and later ones get those that their blocks read.
+"""Features of images in a pipeline: the first stage computes them, and later ones get those that their blocks read.
 
 model.get_image_features(pixel_values, ...)      first stage: the model's own; what later blocks read is kept, to travel
                                                  later stage: what has travelled, and NaN in place of the rest
@@ -21,12 +21,16 @@ _METHOD = "get_image_features"
 
 
 def keep_features(model: nn.Module, keep: Callable[[Features], object]) -> None:
-    """Let a model hand the features of each forward's images to `keep`. In place."""
+    """Change a model in place so that it hands the features of each forward's images to `keep`.
+
+    Raises in such a forward:
+        PartitionError: the model gives features without names.
+    """
     _replace_methods(model, lambda own, *args, **kwargs: _handed_over(own(*args, **kwargs), keep))
 
 
 def give_features(model: nn.Module, give: Callable[[], Features]) -> None:
-    """Let a model take features from `give`, in place of computing them. In place."""
+    """Change a model in place so that it takes features from `give` and does not compute them."""
     _replace_methods(model, lambda own, *args, **kwargs: _as_output(give()))
 
 

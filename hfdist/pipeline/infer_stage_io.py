@@ -144,11 +144,14 @@ def _share_unused(split: SplitModel, unneeded: dict[str, torch.Tensor], group: d
         freed = {name: count for name, count in freed.items() if kind_of_name(name) in unused}
     num_held = sum(parameter.numel() for parameter in split.model.parameters())
     of_ranks = gather_json([num_held, sorted(split.surrounding()), freed], group)
+    loads: list[int] = [load for load, _, _ in of_ranks]
     held = {name for _, names, _ in of_ranks for name in names}
-    counts = {name: count for *_, of_rank in of_ranks for name, count in of_rank.items() if name not in held}
-    loads, held_here = [load for load, *_ in of_ranks], []
+    freed_by_ranks: list[dict[str, int]] = [of_rank for _, _, of_rank in of_ranks]
+    counts = {name: count for of_rank in freed_by_ranks for name, count in of_rank.items() if name not in held}
+    held_here = []
+    # The largest first, each to the rank that holds least of those that know it.
     for name in sorted(counts, key=lambda name: (-counts[name], name)):
-        holders = [rank for rank, (*_, of_rank) in enumerate(of_ranks) if name in of_rank]
+        holders = [rank for rank, of_rank in enumerate(freed_by_ranks) if name in of_rank]
         holder = min(holders, key=lambda rank: (loads[rank], rank))
         loads[holder] += counts[name]
         if holder == group.rank():
@@ -157,7 +160,8 @@ def _share_unused(split: SplitModel, unneeded: dict[str, torch.Tensor], group: d
 
 
 def _difference(before: ProbeResult, after: ProbeResult) -> str | None:
-    """Compare outputs too: where NaN is compared with a number it may be lost, and the loss is finite but another."""
+    """Say what is wrong with a probe after another one, if anything."""
+    # Outputs are compared, too: a comparison with NaN may hide it, and then the loss is finite but another one.
     if after.problem is not None or before.checksum is None or after.checksum is None:
         return after.problem
     is_same = math.isclose(before.checksum, after.checksum, rel_tol=1e-6)
@@ -181,7 +185,7 @@ def _find_carry(
 
 
 def _check_no_layer_drop(model: PreTrainedModel) -> None:
-    """Every stage runs the model's loop over blocks, and would draw for itself which ones to skip."""
+    """Refuse a model that skips blocks at random: each stage runs the loop over blocks, and would draw for itself."""
     fields = model.config.get_text_config().to_dict()
     drops = {name: p for name, p in fields.items() if "layerdrop" in name and isinstance(p, float) and p > 0}
     if drops:
@@ -219,7 +223,7 @@ def _hold_embedding(split: SplitModel, group: dist.ProcessGroup) -> None:
 
 
 _Holders = list[dict[str, list[int]]]
-"""Ranks of each pipeline that hold a trained parameter, by the parameter's name."""
+"""For each pipeline: the ranks that hold a trained parameter, by the parameter's name."""
 
 
 def _find_holders(split: SplitModel, topology: Topology) -> _Holders:
@@ -268,7 +272,7 @@ def _group_holders(
 
 @contextmanager
 def _portable_attention(model: PreTrainedModel) -> Iterator[None]:
-    """Flash kernels run on a GPU only, and the model is still on the CPU."""
+    """Take eager attention in place of flash kernels: these run on a GPU only, and the model is still on the CPU."""
     chosen = model.config._attn_implementation
     if chosen is None or "flash" not in chosen:
         yield

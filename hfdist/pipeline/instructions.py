@@ -62,7 +62,7 @@ _RECEIVES = (Operation.receive_input, Operation.receive_output_gradient)
 
 
 class Instruction(NamedTuple):
-    """One thing to do."""
+    """One operation of a rank, for one of its stages and one micro batch."""
 
     operation: Operation
     stage: int
@@ -106,14 +106,16 @@ def _instruction(action: Any) -> Instruction:
 
 
 def receive_early(instructions: Sequence[Instruction], num_computations: int) -> list[Instruction]:
-    """Begin to receive while computing what comes before, so that senders do not wait for the receiver.
+    """Move receives to an earlier place in a rank's list, so that senders do not wait for the receiver.
 
     Only for networks on which a receive that waits holds up nothing else: not for NCCL.
 
     Args:
         instructions: of one rank. Receives keep their order, which is that of the sends.
-        num_computations: how many of them earlier, so how much longer there is room for what is received.
+        num_computations: how many computations earlier a receive begins. What is received takes memory from there on.
     """
+    # num_computations=1     F0 F1 RECV_B0 B0 F2 RECV_B1 B1
+    #                  ->    F0 RECV_B0 F1 B0 RECV_B1 F2 B1     while F1 runs, the gradient of 0 comes in
     early: list[Instruction] = []
     for instruction in instructions:
         place = len(early)
@@ -154,15 +156,15 @@ def _gpipe(rank_of_stage: tuple[int, ...], num_microbatches: int) -> dict[int, l
 
 
 def _one_f_one_b(rank_of_stage: tuple[int, ...], num_microbatches: int) -> dict[int, list[_Action]]:
-    """A rank keeps no more micro batches in flight than there are ranks from it to the end."""
     num_ranks = len(rank_of_stage)
+    # A rank keeps no more micro batches in flight than there are ranks from it to the end.
     return {
         rank: _forwards_ahead(rank, min(num_ranks - rank, num_microbatches), num_microbatches) for rank in rank_of_stage
     }
 
 
 def _forwards_ahead(stage: int, num_ahead: int, num_microbatches: int) -> list[_Action]:
-    """First `num_ahead` forwards, then a backward and a forward in turn, then the backwards that are left."""
+    """List `num_ahead` forwards, then a backward and a forward in turn, then the backwards that are left."""
     torch_schedules = _torch_schedules()
     action, kinds = torch_schedules._Action, torch_schedules._ComputationType
     actions = [action(stage, kinds.FORWARD, microbatch) for microbatch in range(num_ahead)]
@@ -173,10 +175,12 @@ def _forwards_ahead(stage: int, num_ahead: int, num_microbatches: int) -> list[_
     return actions
 
 
-def _of_torch(kind: str) -> Callable[[tuple[int, ...], int], dict[int, list[_Action]]]:
+def _of_torch(class_name: str) -> Callable[[tuple[int, ...], int], dict[int, list[_Action]]]:
+    """Give a function that makes the order of computing of each rank as a schedule class of torch does."""
+
     def order(rank_of_stage: tuple[int, ...], num_microbatches: int) -> dict[int, list[_Action]]:
-        # torch plans for all ranks at once; of stages it wants no more than the places of one rank's.
-        places = [
+        # A schedule of torch orders all ranks, but it is made of the stages of one: these have no model here.
+        stages_of_first_rank = [
             SimpleNamespace(
                 stage_index=stage,
                 num_stages=len(rank_of_stage),
@@ -187,7 +191,8 @@ def _of_torch(kind: str) -> Callable[[tuple[int, ...], int], dict[int, list[_Act
             for stage, rank in enumerate(rank_of_stage)
             if rank == 0
         ]
-        orders: dict[int, list[_Action]] = getattr(_torch_schedules(), kind)(places, num_microbatches).pipeline_order
+        schedule = getattr(_torch_schedules(), class_name)(stages_of_first_rank, num_microbatches)
+        orders: dict[int, list[_Action]] = schedule.pipeline_order
         return orders
 
     return order
@@ -202,4 +207,4 @@ _ORDERS = {
     Schedule.dualpipev: _of_torch("ScheduleDualPipeV"),
     Schedule.auto: _one_f_one_b,
 }
-"""What gives the order of computing of each rank."""
+"""By schedule: a function of the rank of each stage and the number of micro batches that gives each rank's order."""

@@ -27,9 +27,16 @@ _SIZES_DIMENSIONS = 2
 
 
 class Pipeline:
-    """This rank's stages (`modules`, by index), under a schedule of so many micro batches a step; see `Stage`.
+    """The stages of one rank of a pipeline, and the channel to the others.
 
-    The ranks of `expert_group` must call their blocks at the same time.
+    Args:
+        modules: this rank's stages, by their index in the pipeline.
+        schedule: gives the order in which ranks compute.
+        channel: sends to other ranks, and receives from them.
+        num_microbatches: micro batches of a step.
+        recorder: takes the times of what this rank does.
+        splits_backward: whether gradients of weights may be computed apart from those of inputs.
+        expert_group: ranks that share experts, so that they must call their blocks at the same time; None: no others.
     """
 
     def __init__(
@@ -51,7 +58,7 @@ class Pipeline:
         self._images = image_example(next(iter(self.modules.values())).model)
         self._headers: dict[tuple[str, ...], dict[int, Header]] = {}
         own = list_instructions(schedule, channel.rank_of_stage, num_microbatches)[dist.get_rank(channel.group)]
-        # Two computations earlier make a step 1 to 3 % shorter, and more of them gain nothing (benchmarks/pipeline.py).
+        # Two computations earlier: a step is 1 to 3 % shorter, and three gain nothing more (benchmarks/pipeline.py).
         self._instructions = receive_early(own, 2) if channel.receives_early else own
 
     def forward_backward(
@@ -117,7 +124,7 @@ class Pipeline:
         All ranks see the same batch, so they agree. A shape that is new costs a forward of one micro batch.
         """
         signatures = [_signature(microbatch, self._images) for microbatch in microbatches]
-        # The same ones on all ranks of a pipeline, which see the same batches.
+        # Ranks of a pipeline see the same batches, so all forget the same shapes.
         for oldest in list(self._headers)[: max(0, len(self._headers) - _MOST_SHAPES)]:
             del self._headers[oldest]
         for place in self._new_places(signatures):
@@ -129,9 +136,9 @@ class Pipeline:
         return [self._headers[signature] for signature in signatures]
 
     def _new_places(self, signatures: Sequence[tuple[str, ...]]) -> list[int]:
-        """Find the micro batches of which headers must be learnt, on this rank or on another one that shares experts.
+        """Find the micro batches whose headers must be learnt, on this rank or on another one that shares experts.
 
-        A collective of these.
+        A collective of the ranks that share experts.
         """
         are_new = [
             signature not in self._headers and signature not in signatures[:place]

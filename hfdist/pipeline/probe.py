@@ -96,7 +96,7 @@ def _find_problem(value: object, incoming: Activations | None, *, is_last: bool)
 
 
 def _leaves(value: object) -> set[int]:
-    """Identities of the leaf tensors that a backward from `value` would give a gradient to."""
+    """Give the identities of the leaf tensors that a backward from `value` would give a gradient to."""
     tensors = _outputs_of(value)
     # A stage that skips all its blocks hands on what it received.
     leaves = {id(tensor) for tensor in tensors if tensor.is_leaf and tensor.requires_grad}
@@ -114,7 +114,8 @@ def _leaves(value: object) -> set[int]:
 
 
 def _outputs_of(value: Any) -> Sequence[torch.Tensor]:
-    """What goes to the next stage, or loss and logits, or hidden states: models return them by name or in order."""
+    """Give what goes to the next stage; of a model's own output loss and logits, or hidden states."""
+    # Models return these by name or in order.
     if isinstance(value, Activations):
         return tensors_of(value)
     return value[:2] if isinstance(value, tuple) else [value[key] for key in _OUTPUTS if key in value]
@@ -122,7 +123,7 @@ def _outputs_of(value: Any) -> Sequence[torch.Tensor]:
 
 @contextmanager
 def _everything_wants_gradients(model: PreTrainedModel) -> Iterator[None]:
-    """Frozen parameters must be found too."""
+    """Let frozen parameters want gradients, and put the model in training: what is needed is found by gradients."""
     frozen = [p for p in model.parameters() if not p.requires_grad and p.is_floating_point()]
     was_training = model.training
     for parameter in frozen:

@@ -69,12 +69,16 @@ class SplitModel:
         return StageModule(self.model, self.blocks, self.stages[stage], carry, fillers)
 
     def type_of(self, removed: Removed) -> torch.dtype:
-        """The type that a removed parameter would have by now: models are converted once they are split."""
-        ways = [(removed.dtype, removed.requires_grad), (removed.dtype, not removed.requires_grad)]
-        return next((self.samples[way].dtype for way in ways if way in self.samples), removed.dtype)
+        """Give the type that a removed parameter would have by now: models are converted once they are split."""
+        # A parameter that had the same type went the same way, most surely one that is trained or frozen as it is.
+        for requires_grad in (removed.requires_grad, not removed.requires_grad):
+            sample = self.samples.get((removed.dtype, requires_grad))
+            if sample is not None:
+                return sample.dtype
+        return removed.dtype
 
     def surrounding(self) -> dict[str, nn.Parameter]:
-        """Parameters outside the blocks that this rank holds, by name; tied ones once."""
+        """Give the parameters outside the blocks that this rank holds, by name; tied ones once."""
         inside = {id(p) for block in self.blocks for part in block for p in part.parameters()}
         return {name: p for name, p in self.model.named_parameters() if id(p) not in inside}
 

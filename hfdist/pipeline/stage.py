@@ -54,7 +54,7 @@ class _Graph(NamedTuple):
 
 
 class Step(NamedTuple):
-    """What the stages of a rank run."""
+    """The micro batches of a step, and how a stage runs them."""
 
     microbatches: Sequence[Microbatch]
     loss: Callable[[PreTrainedModel, Batch], torch.Tensor]
@@ -67,10 +67,11 @@ class Stage:
     """Runs a stage module on the micro batches of one step. Each micro batch may have shapes of its own.
 
     Args:
-        module, index: the stage's part of the model, and its number.
-        step: what it runs.
-        headers: for each micro batch: of what the stage receives; None on the first stage.
-        recorder: takes the times of what is done.
+        module: the stage's part of the model.
+        index: the number of the stage.
+        step: the micro batches, and how they are run.
+        headers: for each micro batch the header of what the stage receives; None on the first stage.
+        recorder: takes the times of forwards and backwards.
         splits_backward: whether weight gradients may run apart from input gradients. False for blocks that are
             compiled or checkpointed: those compute both at once, so running them apart would do all twice.
     """
@@ -96,13 +97,13 @@ class Stage:
         self._weight_backwards: dict[int, Callable[[], object]] = {}
 
     def empty_inputs(self, microbatch: int, device: torch.device) -> Tensors:
-        """Allocate what the stage receives."""
+        """Allocate the tensors that the stage receives, without values."""
         header = self._headers[microbatch]
         assert header is not None
         return tuple(torch.empty(meta.shape, dtype=meta.dtype, device=device) for meta in header.metas)
 
     def empty_output_gradients(self, microbatch: int) -> Tensors:
-        """Allocate the gradients of what the forward gave."""
+        """Allocate the gradients of the forward's outputs through which gradients flow, without values."""
         return tuple(torch.empty_like(tensor) for tensor in self._graphs[microbatch].roots)
 
     def forward(self, microbatch: int, received: Tensors) -> Tensors:
@@ -132,7 +133,10 @@ class Stage:
             return self._graphs.pop(microbatch).backward(output_gradients)
 
     def backward_input(self, microbatch: int, output_gradients: Tensors) -> Tensors:
-        """Do the same, but leave the gradients of parameters to `backward_weight`."""
+        """Run the half of the backward that gives the gradients of what was received, and return these.
+
+        The gradients of parameters are left to `backward_weight`. A stage that does not split runs the whole backward.
+        """
         if not self._splits_backward:
             return self.backward(microbatch, output_gradients)
         graph = self._graphs.pop(microbatch)

@@ -51,7 +51,7 @@ class Absent:
     dtype: torch.dtype
 
     def poison(self, device: torch.device) -> torch.Tensor:
-        """NaN of the same shape. Real memory, since some models write into what a block returned."""
+        """Give a tensor of NaN in its place. It has real memory, as some models write into what a block returned."""
         return torch.full(self.shape, torch.nan, dtype=self.dtype, device=device)
 
 

@@ -41,10 +41,10 @@ class StageModule(nn.Module):
     """One stage of a model.
 
     Args:
-        model: with parameters for at least this stage's part.
+        model: the whole model's modules; at least this stage's part has parameters.
         blocks: all blocks of `model`.
         stage: the blocks that this stage runs.
-        carry: what travels.
+        carry: what travels between stages.
         fillers: shapes and types of parameters outside the blocks that this rank does not hold, by name.
     """
 
@@ -189,7 +189,7 @@ def set_parameter(model: nn.Module, name: str, value: nn.Parameter | None) -> No
 
 
 def modules_of(blocks: Iterable[Block]) -> set[nn.Module]:
-    """All modules inside of blocks."""
+    """Give all modules inside of blocks."""
     return {module for block in blocks for part in block for module in part.modules()}
 
 

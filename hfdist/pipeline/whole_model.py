@@ -1,6 +1,7 @@
 """The model of a pipeline as a generation calls it: whole, on each rank.
 
-Its forward goes through all stages. A `SlotCache` counts tokens for all blocks, and has keys and values of this rank's.
+Its forward goes through all stages. A cache counts the tokens of all blocks, and has the keys and values of this
+rank's blocks alone.
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ def make_whole(modules: Sequence[StageModule], run_stages: RunStages, broadcast:
     has been chosen by `share_tokens`.
 
     Args:
-        modules: of this rank's stages, in order.
+        modules: this rank's stages, in order.
         run_stages: runs the stages of all ranks.
-        broadcast: gives all ranks the tokens: `share_tokens` of the model.
+        broadcast: what the model has as `share_tokens`: gives all ranks the tokens that the last one has chosen.
     """
     first = modules[0].model
 
