@@ -38,10 +38,10 @@ _WRAPPED = "base_layer"
 
 
 class Matrix(NamedTuple):
-    """What LoRA gives one pair of factors, or a pair to each expert of a stack."""
+    """A matrix to which LoRA gives a pair of factors, or a stack of matrices, each of which gets a pair."""
 
     name: str
-    """Of its module, or of the parameter itself where that is no linear layer."""
+    """Name of the linear layer, or of the parameter where its module is no linear layer."""
     part: AdapterPart
     is_module: bool
     """Whether it is a linear layer, and not a parameter of another module."""
@@ -50,7 +50,7 @@ class Matrix(NamedTuple):
 def find_matrices(model: PreTrainedModel) -> list[Matrix]:
     """List the matrices of the blocks, in the order of the model: of linear layers, stacks of experts and routers.
 
-    Embeddings, the head and what else stands outside of blocks are not there; neither are convolutions.
+    Embeddings, the head and all else outside of blocks are left out; so are convolutions.
     """
     found, parts = [], _Parts(model)
     head = model.get_output_embeddings()
@@ -59,12 +59,12 @@ def find_matrices(model: PreTrainedModel) -> list[Matrix]:
         if module in head_modules or not _is_in_block(name) or parts.is_read_by_kernel(name):
             continue
         part = parts.part_of(name)
-        # Of some types a router is a linear layer that gives more than its product.
+        # In some types a router is a linear layer that gives more than its product, so no adapter can wrap it.
         gives_product = part is not AdapterPart.routers or type(module).forward is nn.Linear.forward
         if isinstance(module, (nn.Linear, Conv1D)) and gives_product:
             found.append(Matrix(name, part, True))
         elif part is AdapterPart.routers or parts.is_stack(name):
-            # Of dbrx, stacks have two dimensions, and are read past the module that an adapter would be put around.
+            # The stacks of dbrx have two dimensions, and are read past the module that an adapter would wrap.
             dimensions = 2 if part is AdapterPart.routers else 3
             found += [
                 Matrix(f"{name}.{word}", part, False)
@@ -140,7 +140,7 @@ class _Parts:
     """Tells the part of a block that a module is in, by the names and classes of what it is in."""
 
     def __init__(self, model: nn.Module) -> None:
-        # Of a layer with an adapter, which has one name more, the layer within comes last and stays.
+        # A layer with an adapter and the layer within have one unwrapped name; the one within comes last, and stays.
         self._classes = {_unwrapped(name): type(module).__name__ for name, module in model.named_modules()}
         experts = [name for name in self._classes if self._is_experts(name)]
         self._mixtures = set(map(mixture_of, experts))
@@ -161,10 +161,10 @@ class _Parts:
             if word == "gate" and owner in self._mixtures:
                 return AdapterPart.routers
             if path == name:
-                # A layer has a name that says what it does for the module around it.
+                # The layer's own name says what it does for the module around it, not which part that is.
                 continue
             for text in (self._classes[path], word):
-                # In this order: names of classes begin with that of a type, such as RwkvFeedForward.
+                # Dense first: the class RwkvFeedForward has a word for mixing, the name of its type.
                 if _IS_DENSE.search(text):
                     return AdapterPart.mlp
                 if _MIXES_TOKENS.search(text):
@@ -225,7 +225,7 @@ def _is_taken_for_experts(name: str, model: PreTrainedModel, peft_config: PeftCo
 
 
 def _shortest(names: Sequence[str], everything: Sequence[str]) -> set[str]:
-    """Give the shortest ends of names by which these are named, and nothing else."""
+    """Give the shortest ends by which `names` can be told from all other names of `everything`."""
     chosen, found = set(names), set[str]()
     ends = Counter(end for name in everything if name not in chosen for end in _ends(name))
     for name in names:

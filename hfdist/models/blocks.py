@@ -29,7 +29,7 @@ def find_blocks(model: PreTrainedModel) -> nn.ModuleList:
     """
     text = model.config.get_text_config()
     depths = {getattr(text, name, None) for name in ("num_hidden_layers", "num_layers", "n_layer")}
-    # Those of a tower that reads images may be as many.
+    # A tower that reads images may have as many blocks, so only the part that writes text is searched.
     writer = model.get_decoder() if may_read_images(model.config) else model
     lists = [module for module in writer.modules() if isinstance(module, nn.ModuleList) and len(module) > 0]
     if not lists:
@@ -41,7 +41,7 @@ def find_blocks(model: PreTrainedModel) -> nn.ModuleList:
             hint="train.compile=none or model, and a strategy without a pipeline",
         )
     candidates = [blocks for blocks in lists if len(blocks) in depths] or lists
-    # Not with most parameters: under ZeRO-3 this rank holds none of them.
+    # Parameters are not counted: under ZeRO-3 this rank may hold none.
     return max(candidates, key=lambda blocks: sum(1 for _ in blocks.modules()))
 
 
@@ -59,9 +59,9 @@ def find_block_parts(model: PreTrainedModel) -> list[tuple[nn.Module, ...]]:
 
 @unset_fake_temporarily()
 def calls_blocks(model: PreTrainedModel) -> bool:
-    """Whether a step calls each block, and modules inside of blocks only from there; reversible layers do not.
+    """Whether a step calls each block, and calls the modules inside of blocks only from their block.
 
-    Tried on a small model of the same class; True also where that cannot be made.
+    Reversible layers do not. A small model of the same class is tried; True also where that cannot be made.
     """
     called: set[nn.Module] = set()
     running: list[nn.Module] = []
@@ -87,7 +87,7 @@ def calls_blocks(model: PreTrainedModel) -> bool:
                 part.register_forward_hook(end)
                 for inner in list(part.modules())[1:]:
                     inner.register_forward_pre_hook(look)
-            # Reversible layers refuse any other mode.
+            # Reversible layers refuse to run outside of training.
             run_small(small.train())
         except Exception:  # whatever a model raises that cannot be made small, or has another kind of loss
             return True
@@ -95,7 +95,7 @@ def calls_blocks(model: PreTrainedModel) -> bool:
 
 
 def compiles_blocks(config: RunConfig, model: PreTrainedModel) -> bool:
-    """Whether a run compiles its blocks: as `train.compile` says."""
+    """Whether a run compiles its blocks, as `train.compile` asks; `auto` does so where it is known to work."""
     if config.train.compile is not Compile.auto or not compiles_on_gpus(config.train, config.strategy):
         return config.train.compile is Compile.blocks
     # Without triton, torch compiles nothing for a GPU.
@@ -114,7 +114,7 @@ def compiles_on_gpus(train: TrainConfig, strategy: StrategyConfig) -> bool:
 
 
 def can_compile_blocks(model: PreTrainedModel, device: torch.device) -> bool:
-    """Whether the blocks are found and the compiler works; says so if not."""
+    """Whether the blocks are found and the compiler works here; logs a warning with the reason if not."""
     try:
         find_blocks(model)
         function = torch.compile(lambda values: (values.sin() + 1).sum())

@@ -23,14 +23,18 @@ BOUND = 1e-5
 _LENGTHS = (11, 23, 4, 17)
 """Tokens of the texts that are tried: shorter and longer than the window of a small model."""
 _FIRST_ID = 5
-"""Of the tokens that are tried: those before it may be special ones."""
+"""Lowest token id of the texts that are tried: those below it may be special tokens."""
 _READ_AHEAD: WeakKeyDictionary[PreTrainedModel, bool] = WeakKeyDictionary()
-"""Models without a head that were asked: a start asks more than once, and each time makes a small model."""
+"""What was found for models without a head: a start asks more than once, and each trial makes a small model."""
 
 
 @torch.no_grad()
 def reads_ahead(model: PreTrainedModel) -> bool:
-    """Whether the first token of a text sees the next one; `model`: small, whole, on the CPU. It may raise anything."""
+    """Whether the first token of a text sees the next one.
+
+    Args:
+        model: small, whole, on the CPU. Whatever it raises is not caught here.
+    """
     reader = model.base_model
     ids = _ids(model, max(_LENGTHS))[None]
     changed = ids.clone()
@@ -43,8 +47,8 @@ def reads_ahead(model: PreTrainedModel) -> bool:
 def takes_texts_apart(model: PreTrainedModel, head: Head) -> bool:
     """Whether a model is given each text in a row of its own.
 
-    Those with labels are, as their classes look for the ends of rows, and those that write targets or find hidden
-    tokens; those without a head, if they read ahead, of which a small model of the same class is asked.
+    Models with labels are, as their classes look for the ends of rows; so are those that write targets or find hidden
+    tokens. A model without a head is, if it reads ahead: a small model of the same class is tried.
     """
     if head is not Head.none:
         return head.is_padded
@@ -59,9 +63,10 @@ def takes_texts_apart(model: PreTrainedModel, head: Head) -> bool:
 
 @unset_fake_temporarily()
 def check_reads_no_further(architecture: PreTrainedConfig) -> None:
-    """Check that models of next tokens see no token after their own, which they would copy.
+    """Check, by trying a small model, that a model of next tokens sees no token after its own: it would copy it.
 
-    ConfigError: they do, as encoders that are opened so, by trying a small model.
+    Raises:
+        ConfigError: it does, as an encoder does that is opened as a model of next tokens.
     """
     with torch.random.fork_rng(devices=[]):
         try:
@@ -80,10 +85,10 @@ def check_reads_no_further(architecture: PreTrainedConfig) -> None:
 def check_reads_texts(architecture: PreTrainedConfig, *, head: Head, longest: int) -> bool:
     """Try whether models of this architecture read texts in padded rows as they read each text alone.
 
-    Of those without a head this is asked if they read ahead: texts of others are packed.
+    A model without a head is tried only if it reads ahead: for others texts are packed, not padded.
 
     Args:
-        architecture: from `find_architecture`.
+        architecture: as `find_architecture` gives it.
         head: what the model gives at its end.
         longest: tokens of the longest text.
 
@@ -106,18 +111,18 @@ def check_reads_texts(architecture: PreTrainedConfig, *, head: Head, longest: in
             has_statistics = _keeps_statistics(model)
         except Exception as error:  # whatever a model raises that reads something else than text
             if head is Head.none and architecture.model_type in HEADS[Head.tokens].by_type:
-                # It may be packed.
+                # A model of next tokens: its texts may be packed.
                 return False
             reason = f"a small model cannot read texts: {first_line(error)}"
             if architecture.is_encoder_decoder:
                 reason = "this is an encoder-decoder, which reads a text only beside a target"
             raise _refuse(architecture, head, reason) from error
-    # Also where it is no number.
+    # So that a difference that is not a number is refused, too.
     if not difference <= BOUND:
         reason = f"a text says something else beside longer ones: a small model differs by {difference:.0e}"
         raise _refuse(architecture, head, reason)
     if has_statistics:
-        # By ranks and micro batches of other sizes they would be others.
+        # With other ranks or micro batches a process reads other rows, and would save other statistics.
         raise _refuse(architecture, head, "in training this type saves statistics of what a process reads")
     limit = getattr(architecture.get_text_config(), "max_position_embeddings", None)
     if unused and isinstance(limit, int) and longest > limit - unused:
@@ -152,18 +157,18 @@ def _refuse(
 
 def _make_small(architecture: PreTrainedConfig, head: Head) -> PreTrainedModel:
     small = shrink(architecture)
-    # Where the code of a type that transformers does not have is.
+    # The code of a type that transformers does not have is found by this name.
     small.name_or_path = architecture.name_or_path
     text = small.get_text_config()
     if text.pad_token_id is None:
-        # Classes that look for the last token of a text ask for it.
+        # Classes that look for the last token of a text need it.
         text.pad_token_id = 0
     return make_of_config(small, head)
 
 
 @torch.no_grad()
 def _differ_by_padding(model: PreTrainedModel) -> float:
-    """Give the largest difference of what the model says of texts, by themselves and in rows that are filled up."""
+    """Give the largest difference between what the model says of a text alone and in a row that is filled up."""
     padding = model.config.get_text_config().pad_token_id
     ids = torch.full((len(_LENGTHS), max(_LENGTHS)), padding)
     mask = torch.zeros_like(ids)
@@ -173,8 +178,9 @@ def _differ_by_padding(model: PreTrainedModel) -> float:
     differences, largest = [], 0.0
     for row, length in enumerate(_LENGTHS):
         alone: torch.Tensor = model(input_ids=ids[row : row + 1, :length])[0][0]
-        # One number a label of the text, or states of each token.
-        beside = together[row] if alone.shape == together.shape[1:] and alone.ndim == 1 else together[row, :length]
+        # The model gives one number for each label of the text, or the states of each token.
+        is_of_text = alone.ndim == 1 and alone.shape == together.shape[1:]
+        beside = together[row] if is_of_text else together[row, :length]
         differences.append(float((alone - beside).abs().max()))
         largest = max(largest, float(alone.abs().max()))
     # Python's own `max` would pass over a NaN.
@@ -192,6 +198,7 @@ def _keeps_statistics(model: PreTrainedModel) -> bool:
 
 
 def _ids(model: PreTrainedModel, length: int) -> torch.Tensor:
+    """Make the token ids of a text, [length]; it ends as the model's texts do."""
     vocab_size: int = model.config.get_text_config().vocab_size
     ids = _FIRST_ID + 1 + (torch.arange(length) * 7) % (min(vocab_size, 100) - _FIRST_ID - 1)
     # Configs of some types have no such field.

@@ -30,9 +30,9 @@ _MARK = "hfdist_reads_images"
 
 
 def may_read_images(architecture: PreTrainedConfig) -> bool:
-    """Whether transformers makes a model of image and text of a config, which writes by a decoder alone.
+    """Whether transformers makes a model of image and text of a config, one that writes by a decoder alone.
 
-    Some types have a class for text alone, too: of these, the config of a checkpoint names its own class.
+    Some types have a class for text alone, too. Then the checkpoint's config names the class that it was saved with.
     """
     image_class = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.get(architecture.model_type)
     text_class = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(architecture.model_type)
@@ -42,16 +42,19 @@ def may_read_images(architecture: PreTrainedConfig) -> bool:
 
 
 def feature_token(architecture: PreTrainedConfig) -> int | None:
-    """Give the token that a model has a feature of an image in the place of; None: its config does not say."""
+    """Give the id of the token whose place a feature of an image takes; None: the config does not say."""
     names = ("image_token_id", "image_token_index")
     return next((found for name in names if (found := getattr(architecture, name, None)) is not None), None)
 
 
 def names_of_parts(model: PreTrainedModel) -> dict[str, list[str]]:
-    """Give the names of the parameters of each part; the model is whole, with or without an adapter.
+    """Give the names of the parameters of each part: tower, projector and language.
 
-    A tied parameter belongs to the language where one of its names does. Without a tower that can be told from the
-    rest, as in Fuyu, the projector has all that reads pixels.
+    A tied parameter belongs to the language if one of its names does. If the model has no tower that can be told from
+    the rest, as Fuyu, all that reads pixels belongs to the projector.
+
+    Args:
+        model: whole, with or without an adapter.
     """
     language = {id(parameter) for module in _writers(model) for parameter in module.parameters()}
     tower: Any = model.get_encoder(modality="image")
@@ -72,12 +75,12 @@ def _writers(model: PreTrainedModel) -> Iterator[nn.Module]:
 
 
 class ImageBatch(NamedTuple):
-    """What a forward takes of a row with an image."""
+    """The inputs of a forward on one row with an image."""
 
     tensors: Mapping[str, torch.Tensor]
     """A batch of one row with a small image, and labels."""
     features: frozenset[str] = frozenset()
-    """Fields of the features of images that blocks of the language model read besides hidden states."""
+    """Fields of `get_image_features` that blocks of the language model read besides hidden states."""
 
     @property
     def names(self) -> frozenset[str]:
@@ -129,7 +132,10 @@ def image_example(model: nn.Module) -> ImageBatch | None:
 
 
 def from_the_end(model: nn.Module, name: str) -> str:
-    """Give a name whose numbers in lists of modules count from the end, as they stand in a model of another depth."""
+    """Give a parameter's name with indices of module lists counted from the end.
+
+    So `layers.11.norm.weight` of 12 layers becomes `layers.-1.norm.weight`, as that of a model of another depth does.
+    """
     parts: list[str] = name.split(".")
     module: Any = model
     for index, part in enumerate(parts):
@@ -143,9 +149,9 @@ def from_the_end(model: nn.Module, name: str) -> str:
 
 
 def make_small(architecture: PreTrainedConfig) -> PreTrainedModel:
-    """Make a small model of a type that knows all tokens, on the CPU, without dropout, the same on all ranks.
+    """Make a small model of a type with its whole vocabulary, on the CPU, without dropout, the same on all ranks.
 
-    Its weights are random, and none is zero. It raises whatever a type raises that has none.
+    Its weights are random, and none is zero. Whatever a type raises that cannot be made small is not caught here.
     """
     config = shrink_to_try(architecture, keeps_tokens=True)
     # By its constructor: `from_config` would partition it under ZeRO-3.
@@ -155,7 +161,7 @@ def make_small(architecture: PreTrainedConfig) -> PreTrainedModel:
         torch.default_generator.manual_seed(0)
         small: PreTrainedModel = made(config).float().eval()
         for parameter in small.parameters():
-            # Some begin as zeros, by which nothing would reach what stands before them.
+            # Some begin as zeros, through which no gradient would flow to what stands before them.
             parameter.add_(torch.randn_like(parameter) * 0.02)
     return small
 

@@ -1,6 +1,6 @@
-"""What a small model tells of rows with images: their positions, whether they may be packed, what each image calls.
+"""Trials of a small model on rows with images: positions, packing, and the modules that each image calls.
 
-It is asked of each type, so that no list of types is kept.
+Each type is tried, so that no list of types is kept.
 """
 
 from __future__ import annotations
@@ -24,15 +24,16 @@ logger = logging.getLogger(__name__)
 
 Batch = Mapping[str, torch.Tensor]
 _BOUND = 1e-5
-"""Largest relative difference in float32; rows that see each other make 1e-2 and more."""
+"""Largest relative difference in float32; documents that see each other differ by 1e-2 and more."""
 _IGNORED = -100
 
 
 def find_positions(architecture: PreTrainedConfig) -> Callable[[Batch], torch.Tensor] | None:
-    """Give what computes the positions of a document with images, of time, height and width: [3, 1, tokens].
+    """Give a function that computes the positions of a document with images.
 
     Returns:
-        None: the type has those of text alone, or no small model can be made.
+        A function of a batch of one document. It gives positions of time, height and width, [3, 1, tokens]. None: the
+        type has positions of text alone, or no small model can be made.
     """
     try:
         with torch.device("meta"):
@@ -56,20 +57,20 @@ def why_rows_mix(architecture: PreTrainedConfig, make_trial: Callable[[], tuple[
     """Say why packed rows with images are not computed as each by itself; None: loss and gradients are the same.
 
     Args:
-        architecture: of the model.
+        architecture: config of the model.
         make_trial: gives a batch of one packed sequence, and a batch for each of its documents, all with labels.
     """
     try:
         packed, alone = make_trial()
         small = make_small(architecture)
-        # With a cache, restarting positions are not looked at.
+        # With a cache, transformers does not look for positions that restart.
         with without_cache(small.config):
-            wanted, of_alone = _run(small, alone)
-            found, of_packed = _run(small, [packed])
+            loss_alone, gradients_alone = _run(small, alone)
+            loss_packed, gradients_packed = _run(small, [packed])
     except Exception as error:  # whatever a model raises on what it was not written for
         return f"a small model cannot be tried so: {first_line(error)}"
-    difference = largest_difference(wanted, found, of_alone, of_packed)
-    # Also where it is no number.
+    difference = largest_difference(loss_alone, loss_packed, gradients_alone, gradients_packed)
+    # So that a difference that is not a number is a reason, too.
     return None if difference <= _BOUND else f"a small {architecture.model_type} differs by {difference:.0e}"
 
 
@@ -86,19 +87,19 @@ def _run(model: PreTrainedModel, batches: Sequence[Batch]) -> tuple[torch.Tensor
 
 
 def module_of_each_image(architecture: PreTrainedConfig, make_batches: Callable[[], Sequence[Batch]]) -> str | None:
-    """Give the name of a module with weights that batches call another number of times; None: there is none.
-
-    Ranks with other images would call it another number of times, and ZeRO-3 gathers weights in each call.
+    """Give the name of a module with weights that is called once for each image.
 
         one image     tower  norm  projector
         two images    tower  norm  projector  norm  projector
 
+    ZeRO-3 gathers weights in each call, so ranks with different numbers of images would wait for each other for ever.
+
     Args:
-        architecture: of the model.
-        make_batches: gives batches with labels, which have one image and more.
+        architecture: config of the model.
+        make_batches: gives batches with labels that have different numbers of images, at least one each.
 
     Returns:
-        None, too, where no small model of the type can be tried, which is told.
+        The first such module; None: there is none, or no small model of the type can be tried, which is logged.
     """
     try:
         small, batches = make_small(architecture), make_batches()

@@ -12,24 +12,27 @@ from hfdist.models.embeddings import token_reader
 from hfdist.models.probing import small_model
 
 Positions = Callable[[torch.Tensor, torch.Tensor | None, int | None], torch.Tensor]
-"""(token ids, mask or None, id of the padding token or None) -> positions; all of shape [sequences, tokens]."""
+"""Takes token ids, a mask or None, and the id of the padding token or None; gives positions.
+
+Ids, mask and positions have the shape [sequences, tokens].
+"""
 
 _NUM_TOKENS, _NUM_HIDDEN = 11, 3
 """Tokens of a row in the trial, and how many of them its mask hides."""
 
 
 def all_tokens(ids: torch.Tensor, mask: torch.Tensor | None, padding: int | None) -> torch.Tensor:
-    """Count from 0, as most models do."""
+    """Count all tokens from 0, as most models do."""
     return torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
 
 
 def _shown_tokens(ids: torch.Tensor, mask: torch.Tensor | None, padding: int | None) -> torch.Tensor:
-    """Give positions as OPT counts them."""
+    """Count from 0 the tokens that the mask shows, as OPT does."""
     return all_tokens(ids, mask, padding) if mask is None else mask.long().cumsum(1) * mask - 1
 
 
 def _after_padding(ids: torch.Tensor, mask: torch.Tensor | None, padding: int | None) -> torch.Tensor:
-    """Give positions as RoBERTa counts them."""
+    """Count the tokens that are no padding, from the id of the padding token plus one, as RoBERTa does."""
     if padding is None:
         return all_tokens(ids, mask, padding)
     is_text = ids.ne(padding).long()
@@ -37,6 +40,7 @@ def _after_padding(ids: torch.Tensor, mask: torch.Tensor | None, padding: int | 
 
 
 _RULES: tuple[Positions, ...] = (all_tokens, _shown_tokens, _after_padding)
+"""The most usual first: the first rule that agrees with a model is taken."""
 
 
 def padding_id(model: PreTrainedModel) -> int | None:
@@ -61,7 +65,7 @@ def find_positions(model: PreTrainedModel) -> Positions | None:
     mask = torch.ones_like(ids)
     mask[0, :_NUM_HIDDEN] = mask[1, -_NUM_HIDDEN:] = 0
     if padding is not None and padding >= 0:
-        # One that is nothing but a token, and what a mask hides.
+        # A padding token that no mask hides, and those that one hides.
         ids[1, _NUM_TOKENS // 2] = padding
         ids[mask == 0] = padding
     was_training = model.training
@@ -82,9 +86,9 @@ def _agrees(
     try:
         found = _states(model, ids, mask, position_ids=rule(ids, mask, padding_id(model)))
     except IndexError:
-        # Of a rule that gives positions which the model does not have.
+        # The rule gives a position that the model does not have.
         return False
-    # What a mask hides, too: a token after padding is predicted from there.
+    # States of hidden tokens are compared, too: the token after padding is predicted from the last one.
     return torch.allclose(found, wanted, rtol=1e-3, atol=1e-4 * float(wanted.abs().max()))
 
 
@@ -96,12 +100,11 @@ def _states(model: PreTrainedModel, ids: torch.Tensor, mask: torch.Tensor | None
 
 @unset_fake_temporarily()
 def counts_from_zero(model: PreTrainedModel) -> bool:
-    """Whether positions from 0, as packed documents have, are those of a document alone. A small model is asked.
+    """Whether the model counts the positions of a document from 0, as packed documents are counted.
 
-    Returns:
-        True also where it cannot be asked.
+    A small model of the same class is tried; True also where that cannot be made.
     """
-    # By this name all of RoBERTa's family make theirs; most models need no trial.
+    # All of RoBERTa's family make positions by a method of this name; other models need no trial.
     if not any(hasattr(module, "create_position_ids_from_input_ids") for module in model.modules()):
         return True
     with torch.random.fork_rng(devices=[]):
@@ -113,7 +116,7 @@ def counts_from_zero(model: PreTrainedModel) -> bool:
 
 
 def count_unused_positions(model: PreTrainedModel) -> int:
-    """Count the positions before that of a text's first token, which no token ever has.
+    """Count the positions before the first one that a token can have.
 
     Args:
         model: whole and small, on the CPU.

@@ -1,4 +1,4 @@
-"""How a model behaves, tried on a small model of its class, or on the model itself."""
+"""Trials: how a model behaves, found out with a small model of its class or with the model itself."""
 
 from __future__ import annotations
 
@@ -19,22 +19,26 @@ from hfdist.models.shrink import shrink_to_try
 
 
 def make_of_config(config: PreTrainedConfig, head: Head) -> PreTrainedModel:
-    """Make a model of a small config with random weights, whole and on the CPU; `head`: what it gives at its end.
+    """Make a model of a small config with random weights, whole and on the CPU.
 
-    It seeds torch's generator of the CPU, as `small_model` does, so that all ranks make the same. Callers set it back.
+    All ranks make the same one: it seeds torch's generator of the CPU, which the caller sets back.
+
+    Args:
+        config: small; it is copied.
+        head: what the model gives at its end.
     """
     _seed()
-    own, config = head_class(head, config), copy.deepcopy(config)
-    if type(config) not in own.by_config:
-        # Of a repository whose code the user trusts: its config is of that code, too.
-        remote: PreTrainedModel = own.auto.from_config(config, trust_remote_code=True)
+    classes, config = head_class(head, config), copy.deepcopy(config)
+    if type(config) not in classes.by_config:
+        # The config's class is code of a repository, which the user trusts: the model's class is, too.
+        remote: PreTrainedModel = classes.auto.from_config(config, trust_remote_code=True)
         return remote.float().eval()
-    model_class = own.by_config[type(config)]
+    model_class = classes.by_config[type(config)]
     if isinstance(model_class, tuple | list):
-        # Of a type with several classes the first one is the usual one.
+        # Where a type has several classes the first one is the usual one.
         model_class = model_class[0]
     if model_class.config_class is type(config.get_text_config()):
-        # Of a model for text and images it takes the part for text.
+        # This class of a type for text and images takes the config of the text alone.
         config = config.get_text_config()
     # By its constructor: `from_config` would partition it under ZeRO-3.
     model: PreTrainedModel = model_class(config)
@@ -42,15 +46,18 @@ def make_of_config(config: PreTrainedConfig, head: Head) -> PreTrainedModel:
 
 
 def _seed() -> None:
-    # torch.manual_seed would seed GPUs, too, which are not set back.
+    # torch.manual_seed would seed GPUs, too, which nobody sets back.
     torch.default_generator.manual_seed(0)
 
 
 def small_model(model: PreTrainedModel) -> PreTrainedModel:
-    """Make a small model of the same class, whole and on the CPU; see `make_of_config`."""
+    """Make a small model of the same class, whole and on the CPU, with random weights.
+
+    All ranks make the same one: it seeds torch's generator of the CPU, which the caller sets back.
+    """
     _seed()
     example = image_example(model)
-    # The tokens of an example keep their numbers.
+    # Where images are read, the tokens of the example keep their ids, so the vocabulary stays whole.
     config = shrink_to_try(model.config, keeps_tokens=example is not None)
     # By its constructor: `from_config` would partition it under ZeRO-3.
     small = type(model)(copy.deepcopy(config)).float().eval()
@@ -68,7 +75,7 @@ def small_with_adapters(model: PreTrainedModel) -> PreTrainedModel:
 
 
 def run_small(model: PreTrainedModel) -> tuple[float, torch.Tensor]:
-    """Loss and all gradients of a few tokens, of which some are no targets."""
+    """Give the loss of a few tokens, of which some are no targets, and all gradients in one flat tensor."""
     generator = torch.Generator().manual_seed(0)
     vocab_size = model.config.get_text_config(decoder=True).vocab_size
     tokens = torch.randint(min(vocab_size, 100), (2, 16), generator=generator)
@@ -82,12 +89,12 @@ def run_small(model: PreTrainedModel) -> tuple[float, torch.Tensor]:
 
 
 def probe_loss(model: PreTrainedModel, batch: dict[str, torch.Tensor], **more: object) -> torch.Tensor:
-    """Give the model's own loss of tokens; of another model a number that each of its outputs moves in its own way.
+    """Give the model's own loss of tokens; where it has none, a number that each of its outputs moves differently.
 
     Args:
         model: on the device of the batch.
-        batch: with `labels`, which such another model is not given.
-        more: what else the model is given.
+        batch: inputs and `labels`; a model without a loss of tokens is not given the labels.
+        more: further inputs.
     """
     if has_token_loss(model):
         loss: torch.Tensor = model(**batch, **more).loss
@@ -97,9 +104,9 @@ def probe_loss(model: PreTrainedModel, batch: dict[str, torch.Tensor], **more: o
 
 
 def loss_of_states(states: torch.Tensor) -> torch.Tensor:
-    """Give a number that each element moves in its own way; `states` may have any shape."""
+    """Give a number that each element moves differently; `states` may have any shape."""
     generator = torch.Generator().manual_seed(1)
-    # Squares: a sum that may be near 0 could not be compared.
+    # Squares, as a sum without them may be near 0, where relative differences say nothing.
     return (states + torch.randn(states.shape, generator=generator).to(states)).square().mean()
 
 
@@ -109,10 +116,10 @@ _FIRST, _SECOND = 6, 5
 
 @torch.no_grad()
 def keeps_documents_apart(model: PreTrainedModel) -> bool | None:
-    """Change the first of two packed documents, and see whether the second one's logits move.
+    """Whether the second of two packed documents has the same logits after the first one is changed.
 
-    transformers masks across documents where positions restart, but only in models whose attention is masked by
-    positions: recurrent models, and some with positions of their own, see through.
+    transformers finds documents by positions that restart, and masks attention between them. Recurrent models, and some
+    that count positions by themselves, still see the document before.
 
     Args:
         model: whole, on the CPU.
@@ -129,7 +136,7 @@ def keeps_documents_apart(model: PreTrainedModel) -> bool | None:
     model.eval()
     reader = token_reader(model)
     try:
-        # With a cache, restarting positions are not looked at.
+        # With a cache, transformers does not look for positions that restart.
         with without_cache(model.config):
             before, after = (reader(input_ids=own, position_ids=positions)[0][:, _FIRST:] for own in (ids, changed))
     except Exception:  # whatever a model raises that takes no positions, or has kernels for GPUs alone
@@ -141,10 +148,10 @@ def keeps_documents_apart(model: PreTrainedModel) -> bool | None:
 
 @unset_fake_temporarily()
 def class_keeps_documents_apart(model: PreTrainedModel) -> bool | None:
-    """Ask `keeps_documents_apart` of a small model of the same class: of this one a rank may have a part.
+    """Ask `keeps_documents_apart` of a small model of the same class: a rank may hold only a part of the model itself.
 
     Returns:
-        None also where it cannot be made small.
+        What that says; None also where no small model can be made.
     """
     with torch.random.fork_rng(devices=[]):
         try:
@@ -162,7 +169,7 @@ def unused_parameters(model: PreTrainedModel) -> frozenset[str] | None:
         The kinds of names (`kind_of_name`) of which no gradient reaches some parameter; None: it cannot be tried.
     """
     if reads_images(model):
-        # The same is trained in each step, and what is never reached is frozen.
+        # What images and text never reach is frozen already, and all else gets a gradient in each step.
         return frozenset()
     with torch.random.fork_rng(devices=[]):
         try:
@@ -174,7 +181,7 @@ def unused_parameters(model: PreTrainedModel) -> frozenset[str] | None:
 
 
 def kind_of_name(name: str) -> str:
-    """Give a name without its numbers: one for all blocks."""
+    """Give a parameter's name with `*` in place of numbers, so that it is the same for all blocks."""
     return re.sub(r"(?<![^.])\d+(?![^.])", "*", name)
 
 

@@ -19,7 +19,7 @@ from transformers import PreTrainedModel
 from transformers.utils.output_capturing import OutputRecorder
 
 COUNTED = "hfdist_counted"
-"""The key of a batch for which of its tokens count, [sequences, tokens]: no padding, and no row that fills it up."""
+"""Key of a batch for a mask of the tokens that count, [sequences, tokens]: not padding, nor rows that fill it up."""
 
 ROUTER_FLAG = "output_router_logits"
 """Field of a config: whether the model adds the loss over routers."""
@@ -30,10 +30,10 @@ T = TypeVar("T")
 
 
 class Routing(NamedTuple):
-    """What one router gave."""
+    """What one router gave in a forward."""
 
     layer: int
-    """Its number among the routers of the whole model."""
+    """The router's number among those of the whole model."""
     logits: torch.Tensor
     """[rows, experts]."""
     choices: torch.Tensor | None
@@ -79,23 +79,23 @@ class BalancingLoss:
 
 
 class RoutingSums(NamedTuple):
-    """Sums over rows."""
+    """Sums over the rows of a batch."""
 
     choices: torch.Tensor
     """How often each expert was chosen, [layers, experts]."""
     best: torch.Tensor
-    """How often each was among those with the highest probabilities, as the loss counts, [experts]."""
+    """How often each expert was among those with the highest probabilities, as the loss counts it, [experts]."""
     probabilities: torch.Tensor
-    """[experts]."""
+    """Sum of each expert's probabilities, [experts]."""
 
     @classmethod
     def of(cls, whole: torch.Tensor) -> RoutingSums:
-        """Give views of a tensor of shape [layers + 2, experts]."""
+        """Give the sums as views of one tensor of shape [layers + 2, experts], which can be reduced as a whole."""
         return cls(whole[:-2], whole[-2], whole[-1])
 
 
 def _weights_of_rows(logits: torch.Tensor, counted: torch.Tensor | None) -> torch.Tensor:
-    """1 for rows that count, else 0."""
+    """Give 1 for each row that counts and 0 for others, [rows]."""
     return logits.new_ones(len(logits), dtype=torch.float32) if counted is None else counted.flatten().float()
 
 
@@ -104,7 +104,10 @@ def _add(totals: torch.Tensor, choices: torch.Tensor, rows: torch.Tensor) -> Non
 
 
 class Routers:
-    """Watches the routers of a model, or of this rank's part of it. Hooks of those who wrap outputs must be there."""
+    """Watches the routers of a model, or of this rank's part of it.
+
+    Hooks that change what routers give must be registered before.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         base = base_of(model)
@@ -118,7 +121,8 @@ class Routers:
     def _keep(self, module: nn.Module, args: object, output: Any) -> None:
         # Nothing here differs between layers; otherwise torch.compile would compile each block separately.
         if self.is_watching:
-            # A graph would hold what a block that is computed again in the backward keeps, to the backward's end.
+            # Without a loss over routers no graph is needed: in the backward of a block that is computed again, it
+            # would hold what the block keeps until all of the backward ends.
             module.hfdist_output = output if self.loss.coefficient else _detached(output)
 
     def take(self) -> list[Routing]:
@@ -139,7 +143,7 @@ class Routers:
         if logits.ndim != 2:
             return None
         whole = [value for value in outputs if isinstance(value, torch.Tensor) and not value.is_floating_point()]
-        # Others are marks, one for each expert.
+        # A wider tensor of integers marks experts, one number for each.
         most = max(self.loss.top_k, logits.shape[-1] - 1)
         choices = next((value for value in whole if value.ndim == 2 and value.shape[1] <= most), None)
         return Routing(layer, logits, choices) if choices is not None or self.loss.top_k else None
@@ -196,7 +200,7 @@ def adds_router_loss(model: nn.Module) -> bool:
 
 
 def leave_out_router_loss(model: nn.Module) -> None:
-    """Let the model's own loss be that of its targets alone, in all forwards: of its routers it knows one batch only.
+    """Leave the loss over routers out of the model's own loss, in all forwards: the model knows one micro batch only.
 
     Call it before the model is split or sharded.
     """

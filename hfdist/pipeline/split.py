@@ -70,7 +70,7 @@ class SplitModel:
 
     def type_of(self, removed: Removed) -> torch.dtype:
         """Give the type that a removed parameter would have by now: models are converted once they are split."""
-        # A parameter that had the same type went the same way, most surely one that is trained or frozen as it is.
+        # A parameter that had the same type went the same way, most likely one that is trained or frozen as it is.
         for requires_grad in (removed.requires_grad, not removed.requires_grad):
             sample = self.samples.get((removed.dtype, requires_grad))
             if sample is not None:
