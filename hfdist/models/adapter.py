@@ -43,7 +43,7 @@ def check_adapted(model: Any, layout: Partitioning, *, where: str) -> None:
 
     Args:
         model: a `peft.PeftModel`, or a model with adapters in it; its `peft_config` has a config for each.
-        layout: in which it will be trained.
+        layout: the layout in which the model will be trained.
         where: what gave the adapter, for messages.
 
     Raises:
@@ -72,9 +72,9 @@ def add_adapter(
 
     Args:
         model: as its constructor left it.
-        config: with an adapter.
-        base: where the model's weights come from.
-        seed: of the adapter's weights.
+        config: the keys of the adapter, which must ask for one.
+        base: names the model whose weights these are, for the adapter's own files.
+        seed: seeds the adapter's first weights.
         layout: how the model is partitioned.
 
     Raises:
@@ -141,7 +141,7 @@ def inject_adapter(model: PreTrainedModel, peft_config: PeftConfig, name: str) -
     from peft import inject_adapter_in_model
 
     inject_adapter_in_model(peft_config, model, name)
-    # By this transformers' Trainer and `save_pretrained` know that there is one.
+    # A private mark by which transformers' Trainer and `save_pretrained` know that there is an adapter.
     model._hf_peft_config_loaded = True
 
 
@@ -151,7 +151,7 @@ def wrap_model(model: PreTrainedModel, peft_config: PeftConfig, *, seed: int, la
     Args:
         model: changed in place; its own weights are frozen.
         peft_config: stays as it is.
-        seed: of all random numbers from now on, and so of the adapter's weights.
+        seed: seeds all random numbers from now on, and so the adapter's first weights.
         layout: how the model is partitioned.
 
     Returns:
@@ -165,13 +165,13 @@ def wrap_model(model: PreTrainedModel, peft_config: PeftConfig, *, seed: int, la
     _check_given(model, peft_config, layout)
     peft_config = copy.deepcopy(peft_config)
     if peft_config.task_type is None:
-        # By these PEFT's `AutoPeftModel` finds the class of the model; its wrapper would write them with a save.
+        # PEFT's `AutoPeftModel` finds the model's class by these; PEFT's wrapper would add them when it saves.
         owner = type(model)
         peft_config.auto_mapping = {"base_model_class": owner.__name__, "parent_library": owner.__module__}
     set_seed(seed)
     with layout.gathered(_needed_weights(model, peft_config), writes=False):
         try:
-            # As TRL has it: in ZeRO-3, DeepSpeed gathers weights of one type only.
+            # TRL does the same: under ZeRO-3, DeepSpeed gathers weights of one type only.
             autocasts = not layout.partitions_in_constructor
             wrapped = get_peft_model(model, peft_config, NAME, autocast_adapter_dtype=autocasts)
         except (ValueError, TypeError, LookupError, RuntimeError, ImportError) as error:

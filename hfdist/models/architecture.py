@@ -61,7 +61,7 @@ def find_architecture(config: ModelConfig, *, sequence_length: int, head: Head =
     # `varlen` is set by `choose_attention`, which knows the run.
     if config.attention not in (Attention.auto, Attention.varlen):
         architecture._attn_implementation = config.attention.value
-    # With one, transformers does not look for packed documents.
+    # With a cache, transformers does not look for packed documents.
     set_use_cache(architecture, False)
     return architecture
 
@@ -74,10 +74,10 @@ def _other_task(kind: str) -> str:
 
 
 def check_fields(config: ModelConfig, head: Head = Head.tokens) -> None:
-    """Check `model.type` and `model.config` of a new architecture; that of a name is elsewhere, and found later.
+    """Check `model.type` and `model.config` of a model that no name gives; with a name, `find_architecture` does it.
 
     Raises:
-        ConfigError: as of `find_architecture`.
+        ConfigError: an unknown type or field, or a value that the field cannot have.
     """
     if config.name is None:
         _of_type(config, head)
@@ -112,7 +112,7 @@ def _try(config: ModelConfig, head: Head) -> None:
 
 
 def _named(config: ModelConfig) -> PreTrainedConfig:
-    """The config of a Hub repository or a folder, with fields changed."""
+    """Read the config of a Hub repository or a folder, and change its fields as `model.config` asks."""
     assert config.name is not None
     _check_folder(config.name)
     with reading_from_hub("model.name", config.name):
@@ -128,7 +128,7 @@ def _named(config: ModelConfig) -> PreTrainedConfig:
 
 
 def _of_type(config: ModelConfig, head: Head) -> PreTrainedConfig:
-    """A new config of one of transformers' types."""
+    """Make a new config of one of transformers' types."""
     kind, own = config.type or "", HEADS[head]
     if not is_type(head, kind):
         raise ConfigError(
@@ -145,7 +145,7 @@ def _of_type(config: ModelConfig, head: Head) -> PreTrainedConfig:
 
 
 def _check_folder(name: str) -> None:
-    """A name that looks like a path must be one: otherwise the Hub is asked for a strange id."""
+    """Check that a name that looks like a path is a model's folder: otherwise the Hub is asked for a strange id."""
     folder = expand_user(name)
     # Not by methods of Path: these raise an OSError for a name that is too long.
     looks_local = name.startswith((".", "/", "~")) or os.path.exists(folder)
@@ -159,7 +159,7 @@ def _check_folder(name: str) -> None:
 
 
 def _check_fields(architecture: PreTrainedConfig, fields: Mapping[str, object]) -> None:
-    """A field that the config's class does not have is an error, and so is another kind of value."""
+    """Check that the config's class has these fields, and that each value is of the kind that the field holds."""
     known = _fields(architecture)
     for name, value in fields.items():
         key = f"model.config.{name}"

@@ -45,8 +45,8 @@ def choose_attention(config: RunConfig, architecture: PreTrainedConfig, device_t
     """Let packed documents be computed one by one, if the run has them and may; set in `architecture`.
 
     Args:
-        config: of the run; its model is on this machine.
-        architecture: from `find_architecture`.
+        config: config of the run, whose model is on this machine.
+        architecture: the model's config, as `find_architecture` gives it; it is changed.
         device_type: `cpu` or `cuda`: where the run is to be.
 
     Returns:
@@ -111,15 +111,15 @@ def _why_not_compiled(config: RunConfig, architecture: PreTrainedConfig, device_
 
 @unset_fake_temporarily()
 def find_by_documents(architecture: PreTrainedConfig, *, head: Head = Head.tokens) -> tuple[str | None, str | None]:
-    """Compare a small model that goes document by document with itself with a mask, on the CPU in float32.
+    """Compare two runs of a small model, document by document and with a mask, on the CPU in float32.
 
     Returns:
-        The name in transformers' registries, or why not.
+        The attention's name in transformers' registries and None, or None and the reason why it cannot be taken.
     """
     with torch.random.fork_rng(devices=[]):
         try:
             small = shrink_to_try(architecture)
-            # As transformers itself chooses.
+            # Without a name transformers chooses by itself.
             masked = _make(small, None, head)
             name = BY_DOCUMENTS.get(str(masked.config.get_text_config(decoder=True)._attn_implementation))
             if name is None:
@@ -134,7 +134,7 @@ def find_by_documents(architecture: PreTrainedConfig, *, head: Head = Head.token
     if not any(calls):
         return None, "the model looks for no documents in positions" if calls else _NOT_REPLACEABLE
     difference = largest_difference(expected[0], found[0], expected[1:], found[1:])
-    # Also where it is no number.
+    # So that a difference that is not a number is refused, too.
     return (name, None) if difference <= BOUND else (None, f"a small model differs by {difference:.0e}")
 
 
@@ -145,7 +145,7 @@ def _make(small: PreTrainedConfig, attention: str | None, head: Head) -> PreTrai
 
 
 def _run(model: PreTrainedModel) -> list[torch.Tensor]:
-    """Logits of packed documents, and the gradient of each parameter, empty where there is none."""
+    """Give the logits of packed documents, and the gradient of each parameter, empty where there is none."""
     generator = torch.Generator().manual_seed(0)
     positions = torch.stack([torch.cat([torch.arange(n) for n in lengths]) for lengths in _DOCUMENTS])
     vocab_size = model.config.get_text_config(decoder=True).vocab_size

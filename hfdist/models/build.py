@@ -47,12 +47,12 @@ def build_model(
     the model was partitioned.
 
     Args:
-        config: where the weights come from and their type.
-        architecture: from `find_architecture`.
-        seed: of random weights.
-        layout: how it is partitioned.
-        trained: what of it is trained; None: all.
-        head: what it gives at its end; a layer that scores is drawn where the file has none.
+        config: says where the weights come from, and their type.
+        architecture: the model's config, as `find_architecture` gives it.
+        seed: seeds random weights.
+        layout: how the model is partitioned.
+        trained: which parameters are trained; None: all.
+        head: what the model gives at its end; a layer that scores is drawn where the file has none.
 
     Raises:
         ConfigError: the pretrained weights cannot be read or are of another model, or transformers refuses the
@@ -142,7 +142,7 @@ def _draw(
 ) -> None:
     """Give a whole model random weights, what is trained, and its layout; in place."""
     if trained.adapter.is_used:
-        # By the names that the weights have without it, and not over it.
+        # Before the adapter is there: with it the names are others, and its own weights would be drawn over.
         initialize_by_name(model, seed, layout)
     trained.choose(model, seed=seed, layout=layout)
     _partition(model, trained, layout, _dtype(config.dtype))
@@ -198,7 +198,7 @@ def _read(
     *,
     head: Head,
 ) -> PreTrainedModel:
-    """Weights of a file."""
+    """Make a model with the weights of a file, partitioned."""
     assert config.name is not None  # checked with the config
     dtype, is_partitioned = _dtype(config.dtype), layout.partitions_in_constructor
     with (
@@ -211,8 +211,8 @@ def _read(
             config.name,
             output_loading_info=True,
             config=architecture,
-            # As in the file, so that its pages are mapped and only those of this rank's part are ever read. The type
-            # of a model that is partitioned already cannot be changed.
+            # The type of the file: then its pages are mapped, and only those of this rank's part are ever read. A model
+            # that is partitioned already is an exception: its type cannot be changed later.
             dtype=dtype if is_partitioned else "auto",
             **_safely(config),
         )
@@ -245,7 +245,7 @@ def _draw_missing(
 
 
 def _partition(model: PreTrainedModel, trained: TrainableParameters, layout: Partitioning, dtype: torch.dtype) -> None:
-    # While it is whole.
+    # Names are found while the model is whole.
     if trained.adapter.is_used:
         logger.info("adapter: %s", describe_parts(model))
     else:

@@ -37,7 +37,7 @@ _BENEATH = {name: beneath for beneath, name in BY_DOCUMENTS.items()}
 """The implementation beneath, by name in the registries."""
 
 _MaskFunction = Callable[..., Any]
-"""(sequence, head, row, column) -> whether the row sees the column."""
+"""Takes sequence, head, row and column, and says whether the token of the row sees that of the column."""
 _Mask = torch.Tensor | None
 """A mask of tokens x tokens; or [borders], with a window [window, borders]: all rows are alike and in the same memory,
 so that compiled code knows the window without reading a value."""
@@ -78,16 +78,16 @@ def _borders_or_mask(
 def _find_borders(
     batch_size: int, num_tokens: int, mask_function: _MaskFunction, device: torch.device | str
 ) -> torch.Tensor | None:
-    """Give where documents begin and end, all sequences end to end.
+    """Give where documents begin, and the end of the last one, in tokens of all sequences end to end.
 
     Returns:
-        None: something looks ahead, as images do, or what is traced has no values.
+        int32 of [documents + 1]. None: a token sees a later one, as those of images do, or a trace has no values.
     """
     rows, columns = torch.arange(batch_size, device=device)[:, None], torch.arange(1, num_tokens, device=device)[None]
     if is_tracing(rows) or mask_function(rows, 0, columns - 1, columns).any():
         return None
     if rows.is_cuda:
-        # Before compiled blocks ask for it.
+        # Now, as compiled blocks ask for the answer but cannot try the kernel.
         _try_kernel(rows.device)
     goes_on = mask_function(rows, 0, columns, columns - 1).expand(batch_size, -1)
     starts = functional.pad(~goes_on, (1, 0), value=True).flatten().nonzero().flatten()
@@ -103,7 +103,7 @@ def _attend(
     attention_mask: _Mask,
     **more: Any,
 ) -> _Attended:
-    """Attention of [sequences, heads, tokens, size]; called by models."""
+    """Compute attention of states [sequences, heads, tokens, size]; models call it by the registry."""
     # Each model has an eager attention of its own.
     eager: Any = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
     attend = ALL_ATTENTION_FUNCTIONS.get_interface(beneath, eager)
@@ -116,7 +116,7 @@ def _attend(
     if query.shape[2] != key.shape[2]:
         raise ValueError("document attention needs queries and keys of the same tokens")
     if beneath == "sdpa" and query.is_cuda and torch.is_autocast_enabled(query.device.type):
-        # As SDPA does; autocast does not know the kernel, and rotary positions leave queries and keys in float32.
+        # SDPA does the same under autocast, which does not know this kernel. Rotary positions leave float32.
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = (state.to(dtype) for state in (query, key, value))
     is_plain = beneath == "sdpa" and not more.get("dropout") and more.get("position_bias") is None
@@ -236,7 +236,7 @@ def _attend_to_each(
     window: int | None,
     more: dict[str, Any],
 ) -> torch.Tensor:
-    """Attention of one document after the other; gives [sequences, tokens, heads, size]."""
+    """Compute attention of one document after the other; give [sequences, tokens, heads, size]."""
     batch_size, _, num_tokens, _ = states[0].shape
     bias = more.pop("position_bias", None)
     sequences = []
@@ -261,7 +261,7 @@ _one_by_one: Callable[..., torch.Tensor] = torch.compiler.disable(_attend_to_eac
 
 
 def _sizes(borders: torch.Tensor, batch_size: int, num_tokens: int) -> list[list[int]]:
-    """Lengths of the documents of each sequence."""
+    """Give the lengths of the documents of each sequence."""
     sizes: list[list[int]] = [[] for _ in range(batch_size)]
     for start, stop in pairwise(borders.tolist()):
         sizes[start // num_tokens].append(stop - start)

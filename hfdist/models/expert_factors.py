@@ -25,10 +25,10 @@ def use_factors(model: PreTrainedModel) -> None:
     transformers' default or ours, and routers, which are small.
 
     Args:
-        model: with its adapter, whole or a stage of it.
+        model: a model with its adapter, whole or a stage of one.
     """
     for layer in model.modules():
-        # Classes of the same state: PEFT goes on to know the layers for its own.
+        # Subclasses without state of their own: PEFT still knows the layers as its own.
         if type(layer) is Linear:
             layer.__class__ = _AddingLinear
         if not isinstance(layer, ParamWrapper):

@@ -48,8 +48,8 @@ def num_active(
     """Count the elements that one token meets: of routed experts only those of the chosen ones.
 
     Args:
-        parameters: with their names.
-        config: of the text model.
+        parameters: names and parameters.
+        config: config of the text model.
         numel: gives the number of elements of a whole parameter.
     """
     every, chosen = num_experts(config), num_chosen_experts(config)

@@ -34,7 +34,7 @@ def measure_size(model: PreTrainedModel, numel: Numel = torch.numel) -> ModelSiz
     """Count the parameters of a model.
 
     Args:
-        model: with all its modules.
+        model: all modules; a rank may hold a part of each parameter.
         numel: gives the number of elements of the whole parameter, also where a rank holds a part.
     """
     total = num_parameters(model, numel)
@@ -58,7 +58,7 @@ def flops_per_token(config: PreTrainedConfig, size: ModelSize, sequence_length: 
     """
     text = config.get_text_config()
     num_layers = getattr(text, "num_hidden_layers", 0) or 0
-    # Of some types blocks differ, and the config of the whole refuses to give one number for them.
+    # Where the blocks of a type differ, the config of the whole model refuses to give one number for them.
     blocks = text.per_layer_config if getattr(text, "is_heterogeneous", False) else [text] * num_layers
     attended = sum(attention_width(block) for block in blocks)
     trained = min(size.num_trained, size.num_multiplying)

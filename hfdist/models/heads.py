@@ -45,7 +45,7 @@ class HeadClass(NamedTuple):
     by_config: Any
     """The class of a model, by the class of its config."""
     by_type: Mapping[str, Any]
-    """Its name, by the type's name."""
+    """The name of that class, by the type's name."""
     kind: str
     """What such a model is called."""
     examples: str = "llama, gpt2, qwen3"

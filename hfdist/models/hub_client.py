@@ -44,7 +44,7 @@ ATTEMPTS = 3
 FIRST_WAIT_SECONDS = 1.0
 """Doubles each time, give or take a half."""
 LONGEST_WAIT_SECONDS = 120.0
-"""Where the Hub wants a longer wait, as it may after too many requests, the message says so instead."""
+"""A longer wait, which the Hub may ask for after too many requests, is not waited for: the message says how long."""
 _TEMPORARY = (408, 425, 429, 500, 502, 503, 504)
 """HTTP codes of failures that may pass."""
 # What huggingface_hub and transformers raise for what goes wrong outside of them. RuntimeError: a failed upload of a
@@ -135,7 +135,7 @@ def _bounded_waits() -> Iterator[None]:
     changed: list[tuple[Any, Any, Any]] = []
     with _SESSION_LOCK:
         bound(get_session())
-        # Private: after a connection that failed, huggingface_hub closes its client and makes another.
+        # After a failed connection huggingface_hub makes another client, by a factory that is private.
         make = _http._GLOBAL_CLIENT_FACTORY
         _http._GLOBAL_CLIENT_FACTORY = lambda: bound(make())
         try:
@@ -272,7 +272,7 @@ def _reason_of_other(error: BaseException) -> _Reason:
         return _Reason(ConfigError, "the repository brings Python code of its own, which is not run", hint)
     # transformers begins a list of problems with a line that says none.
     first_line = " ".join(lines[:2] if lines and lines[0].endswith(":") else lines[:1])
-    # Some say but the name of a key, or nothing.
+    # The message of some exceptions is the name of a key, or empty: then the exception's class is said, too.
     is_plain = isinstance(error, _FAILURES) and first_line
     said = first_line if is_plain else f"{type(error).__name__}: {first_line}".rstrip(": ")
     if "backend tokenizer" in said:

@@ -121,7 +121,7 @@ def _verify_files(files: Iterable[Path], notes: Path) -> None:
     huggingface_hub compares sizes alone.
 
     Args:
-        files: of a snapshot in the Hub's cache: links to files that bear their hash as a name.
+        files: files of a snapshot in the Hub's cache: links to files whose name is their hash.
         notes: a folder for what is verified.
 
     Raises:

@@ -99,7 +99,7 @@ def read_images(model: PreTrainedModel, *, unreached: Collection[str], example: 
 
     Args:
         model: whole.
-        unreached: of `find_unreached`.
+        unreached: names of parameters that images never reach, as `find_unreached` gives them.
         example: what its forward takes; None in a plan.
     """
     for name, parameter in model.named_parameters():
@@ -172,7 +172,7 @@ def find_unreached(architecture: PreTrainedConfig, batch: Mapping[str, torch.Ten
     LLaVA and its kin read the states before the tower's last block, so that this one is never trained.
 
     Args:
-        architecture: of the model.
+        architecture: config of the model.
         batch: what a forward takes, of a row with an image, and labels.
 
     Returns:

@@ -73,7 +73,7 @@ def _drawing_anew(read: list[nn.Parameter], kept: list[nn.Parameter]) -> Iterato
     """Let a rule draw all that it would, so that it draws the same for each, and put `kept` back."""
     values = [parameter.detach().clone() for parameter in kept]
     for parameter in read:
-        # Private: transformers' rules leave out what is marked so, as what was read is.
+        # A private mark of parameters that were read from a file: transformers' rules leave these out.
         parameter._is_hf_initialized = False  # type: ignore[attr-defined]
     yield
     for parameter, value in zip(kept, values, strict=True):

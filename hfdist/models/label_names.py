@@ -17,8 +17,8 @@ def set_labels(architecture: PreTrainedConfig, labels: LabelsConfig) -> None:
     """Let a model give a number for each label, or one number; in place.
 
     Args:
-        architecture: from `find_architecture`.
-        labels: from `find_labels`; without names: one number.
+        architecture: the model's config, as `find_architecture` gives it; it is changed.
+        labels: the labels of the rows, as `find_labels` gives them; without names the model gives one number.
     """
     if not labels.names or labels.problem_type is ProblemType.regression:
         architecture.num_labels = 1

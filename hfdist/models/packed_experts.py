@@ -34,12 +34,12 @@ _AT_ONCE = 2**24
 
 @dataclass
 class PackedStack:
-    """What the bytes of a stack stand for."""
+    """How the bytes of a packed stack are read, and what its matrices are."""
 
     shape: tuple[int, ...]
     """Experts, and the two sides of each one's matrix."""
     dtype: torch.dtype
-    """In which it is dequantized."""
+    """The type of dequantized weights."""
     quantization: Quantization
     levels: torch.Tensor
     """[256], what scales of 8 bits stand for: one tensor for all stacks."""
@@ -49,7 +49,7 @@ class PackedStack:
         return -(-self.shape[1] * self.shape[2] // _BLOCK)
 
     def pack(self, weights: torch.Tensor) -> torch.Tensor:
-        """Quantize [experts, rows, columns]; uint8 of [experts, bytes]."""
+        """Quantize weights of [experts, rows, columns]; give uint8 of [experts, bytes]."""
         parts = weights.flatten(1).split(max(1, _AT_ONCE // weights[0].numel()))
         return torch.cat([self._pack(part) for part in parts])
 
@@ -69,7 +69,7 @@ class PackedStack:
         """Give codes and scales: uint8 of [experts, bytes] and float32 of [experts, blocks].
 
         Args:
-            packed: as `pack` gave it, or its bytes as another type, in any shape, with some more at the end.
+            packed: what `pack` gave, or its bytes as another type, in any shape, perhaps with more bytes at the end.
         """
         blocks = self._num_blocks
         begin, end = blocks * _BLOCK_BYTES, blocks * _BLOCK_BYTES + (-(-blocks // _GROUP) + 1) * torch.float32.itemsize
@@ -86,7 +86,10 @@ class PackedStack:
     def multiply(
         self, rows: torch.Tensor, ends: torch.Tensor, packed: torch.Tensor, *, transposes: bool
     ) -> torch.Tensor:
-        """Multiply rows by the matrices of their experts; see `_times_packed`."""
+        """Multiply rows [tokens, in], sorted by expert, by the matrices of their experts; give [tokens, out].
+
+        `ends`: where the rows of each expert end, [experts].
+        """
         codes, scales = self.open(packed)
         output: torch.Tensor = _times_packed(
             rows, ends, codes, scales, self.shape[1:], self.dtype, self.quantization.value, transposes
@@ -191,7 +194,7 @@ class _Product(torch.autograd.Function):
 
 
 def _multiply(experts: Any, name: str, rows: torch.Tensor, ids: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-    """Multiply by a packed stack of the module; a `Multiply` once `experts` is given."""
+    """Multiply rows by the packed stack `name` of the module; a `Multiply` once `experts` is given."""
     if torch.is_autocast_enabled(rows.device.type):
         rows = rows.to(torch.get_autocast_dtype(rows.device.type))
     packed, stack = getattr(experts, name), experts.packed_stacks[name]
@@ -220,9 +223,9 @@ def pack_experts(
 
     Args:
         experts: the module.
-        stacks: from `find_stacks`, whole.
-        quantization: the type.
-        levels: from `make_levels`, one for all.
+        stacks: what `find_stacks` gave, whole.
+        quantization: the type of 4 bits.
+        levels: what `make_levels` gave: one tensor for all stacks of a model.
     """
     packed_stacks = {}
     for name, weights in stacks.items():

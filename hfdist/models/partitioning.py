@@ -30,11 +30,16 @@ class Partitioning:
         """Reduce a whole model to this rank's part, in place, before its weights are drawn, read or moved."""
 
     def gathered(self, parameters: Iterable[nn.Parameter], *, writes: bool) -> AbstractContextManager[object]:
-        """Make partitioned parameters whole for a while, on all ranks. `writes`: rank 0's values stay."""
+        """Make partitioned parameters whole for a while, on all ranks.
+
+        Args:
+            parameters: the parameters.
+            writes: whether the values that rank 0 has at the end stay, on all ranks.
+        """
         return nullcontext()
 
     def without_partitioning(self, arguments: TrainingArguments) -> AbstractContextManager[object]:
-        """For a while, let this rank make or read whole models of its own; `arguments` are those of the run."""
+        """Let this rank make or read whole models of its own for a while; `arguments` are those of the run."""
         return nullcontext()
 
 

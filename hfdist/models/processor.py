@@ -40,8 +40,8 @@ def load_processor(
 
     Args:
         config: names a folder of this machine, with the processor's files.
-        architecture: of the model: its type says which class the processor has. No code of the folder runs.
-        tokenizer: of the run.
+        architecture: the model's config: its type says which class the processor has. No code of the folder runs.
+        tokenizer: the run's tokenizer.
 
     Raises:
         ConfigError: there are no such files, or transformers makes no processor of them here.
@@ -65,7 +65,7 @@ def _load(folder: Path, name: str, tokenizer: PreTrainedTokenizerBase) -> Proces
     try:
         made: type[ProcessorMixin] = without_video(getattr(transformers, name))
         values, _ = made.get_processor_dict(folder)
-        # Of another type it would be another class, and of somebody else's code too.
+        # The folder names the class: without this it might be one of the repository's own code.
         images = AutoImageProcessor.from_pretrained(folder, trust_remote_code=False)
         parts = {"image_processor": images, "tokenizer": tokenizer}
         settings = {key: value for key, value in values.items() if key not in _PARTS}

@@ -83,7 +83,7 @@ def quantize_frozen(model: PreTrainedModel, quantization: Quantization, layout: 
     ZeRO-3 partitions these weights when DeepSpeed gets the model; until then they are whole on each rank.
 
     Args:
-        model: as `layout` has left it.
+        model: a model that `layout` has partitioned.
         quantization: the type.
         layout: how the model is partitioned. All ranks call this where that is in the constructor.
 

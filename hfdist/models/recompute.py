@@ -35,9 +35,12 @@ _ATTENTION = (
 
 
 def checkpoint_blocks(model: PreTrainedModel, recompute: Recompute, *, offloads: bool = False) -> None:
-    """Checkpoint each block; `cheap`: keep the outputs of its attention and of every second matrix product.
+    """Checkpoint each block: compute its activations again in the backward.
 
-    With `offloads` the blocks' inputs, which are kept for the backward, wait for it in host memory.
+    Args:
+        model: changed in place.
+        recompute: `cheap` keeps the outputs of attention and of every second matrix product.
+        offloads: whether the inputs of blocks, which are kept for the backward, wait for it in host memory.
 
     Raises:
         ConfigError: the model's blocks cannot be checkpointed.
@@ -51,7 +54,7 @@ def checkpoint_blocks(model: PreTrainedModel, recompute: Recompute, *, offloads:
         ) from error
 
     for module in model.modules() if offloads else ():
-        # By this name transformers finds what checkpoints a block.
+        # A private name, under which transformers keeps the function that checkpoints a block.
         checkpoint = vars(module).get("_gradient_checkpointing_func")
         if checkpoint is not None:
             vars(module)["_gradient_checkpointing_func"] = partial(_offloading, checkpoint)
@@ -60,7 +63,7 @@ def checkpoint_blocks(model: PreTrainedModel, recompute: Recompute, *, offloads:
 def _offloading(
     checkpoint: Callable[..., object], function: Callable[..., object], *inputs: object, **named: object
 ) -> object:
-    # What the block itself saves is the checkpoint's business; its inputs are left for this.
+    # The checkpoint saves only the inputs of the block, so only these meet the hooks.
     with save_on_cpu(pin_memory=torch.cuda.is_available()):
         return checkpoint(function, *inputs, **named)
 
@@ -101,7 +104,7 @@ class _Watch(TorchDispatchMode):
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Say what torch's own modes for checkpoints say."""
+        """Let torch.compile ignore the mode, as it does torch's own modes for checkpoints."""
         return True
 
     def __setattr__(self, name: str, value: object) -> None:
@@ -124,7 +127,7 @@ class _Watch(TorchDispatchMode):
         kwargs: dict[str, object] | None = None,
     ) -> object:
         kwargs = kwargs or {}
-        # Private, but there is no other way to ask it; higher-order operators have none.
+        # A private field: nothing public says what an operation writes. Higher-order operators have none.
         schema = getattr(operation, "_schema", None)
         if schema is not None and schema.is_mutable:
             named = [*zip(schema.arguments, args, strict=False)]
@@ -152,7 +155,7 @@ def _storages(values: object) -> set[StorageWeakRef]:
 def _policy(choice: _Choice) -> Callable[..., CheckpointPolicy]:
     products: Counter[bool] = Counter()
     kept = {getattr(torch.ops.aten, name).default for name in _ATTENTION if hasattr(torch.ops.aten, name)}
-    # Of packed documents; there once its module was imported.
+    # The kernel for packed documents is registered once its module was imported.
     of_documents = getattr(torch.ops.torch_attn, "_varlen_attn", None)
     kept |= set() if of_documents is None else {of_documents.default}
     counted = {getattr(torch.ops.aten, name).default for name in _PRODUCTS}

@@ -23,7 +23,7 @@ _SMALL = (".json", ".txt", ".model", ".jinja", ".tiktoken")
 _TEMPLATES = "additional_chat_templates/"
 """Folder of further chat templates."""
 _POOLING = "1_Pooling/"
-"""Where sentence-transformers says how states become an embedding."""
+"""Folder in which sentence-transformers says how states become an embedding."""
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 """Ends of names of files that may run code when they are opened."""
@@ -48,7 +48,7 @@ def resolve_model(config: ModelConfig, *, cache_dir: Path) -> ResolvedModel:
 
     Args:
         config: names a Hub repository, a folder or a GGUF file, for the model and for the tokenizer; or neither.
-        cache_dir: for converted GGUF files, and for notes of what was verified. Downloads go to the Hub's own cache.
+        cache_dir: folder of converted GGUF files and notes of what was verified. Downloads go to the Hub's own cache.
 
     Raises:
         ConfigError: no such model, no access, pickles instead of safetensors, code of its own, or missing files.
@@ -175,9 +175,9 @@ def _check_model(config: ModelConfig, names: set[str], folder: Path, found: str,
     """Check the small files of a model, and give the names of the files of weights.
 
     Args:
-        config: of the run.
-        names: all files that there are.
-        folder: with the small ones.
+        config: the run's config of the model.
+        names: names of all files that there are.
+        folder: folder in which the small files are.
         found: the repository or folder, for messages.
         is_complete: False: `names` are those of a cache, in which files may be missing that the repository has.
     """

@@ -17,9 +17,9 @@ from transformers import PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _grouped_linear
 
 NAME = "hfdist_products"
-"""Of this way to compute experts, in the registry of transformers."""
+"""Name of this way to compute experts in transformers' registry."""
 DEFAULT = "grouped_mm"
-"""transformers' own."""
+"""Name of transformers' own way by default."""
 _FACTORS = "hfdist_factors"
 """Attribute of a module of experts: LoRA of the forward that runs now."""
 _PRODUCT = "hfdist_product"
@@ -43,8 +43,11 @@ class Factors(NamedTuple):
 
 
 Multiply = Callable[[str, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
-"""(name of a stack, rows [pairs, in] sorted by expert, expert of each row [pairs], end of each expert's rows [experts])
--> [pairs, out]."""
+"""Multiplies rows by the matrices of their experts, and gives [pairs, out]; a pair is a token and one of its experts.
+
+Takes the name of a stack, rows [pairs, in] sorted by expert, the expert of each row [pairs], and where the rows of each
+expert end [experts].
+"""
 
 
 def run_experts(
@@ -56,8 +59,8 @@ def run_experts(
         experts: a module that `use_experts_implementation` decorates.
         hidden: [tokens, width].
         choices: the chosen experts of each token, [tokens, experts per token]; all of this rank.
-        weights: of what they give, likewise.
-        multiply: the product of rows and a stack, with its bias.
+        weights: the factors of what these experts give, of the same shape.
+        multiply: multiplies rows by a stack, and adds its bias.
 
     Returns:
         [tokens, width].
@@ -76,9 +79,9 @@ def run_experts(
 
 
 def multiply_stack(experts: Any, name: str, rows: torch.Tensor, ids: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-    """Multiply by a stack of the module, as transformers does; a `Multiply` once `experts` is given.
+    """Multiply rows by a stack of the module, as transformers does; a `Multiply` once `experts` is given.
 
-    In autocast's type, as a linear layer does, where the stack's sizes allow it.
+    Under autocast it computes in autocast's type, as a linear layer does, where the stack's sizes allow it.
     """
     stack = getattr(experts, name)
     bias = getattr(experts, f"{name}_bias")[ids] if experts.has_bias else None
@@ -95,7 +98,7 @@ def multiply_stack(experts: Any, name: str, rows: torch.Tensor, ids: torch.Tenso
 def _multiply(
     experts: Any, stack: torch.Tensor, rows: torch.Tensor, ends: torch.Tensor, bias: torch.Tensor | None
 ) -> torch.Tensor:
-    # Private: it knows where which kernel runs, compiled too.
+    # A private function, as it knows which kernel runs where, in compiled code, too.
     product: torch.Tensor = _grouped_linear(rows, stack, ends, bias=bias, is_transposed=experts.is_transposed)
     return product
 
@@ -179,7 +182,7 @@ def run_by_products(model: PreTrainedModel) -> bool:
 def _run(experts: Any, hidden: torch.Tensor, choices: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     product = vars(experts).get(_PRODUCT)
     if product is None and not vars(experts).get(_FACTORS) and not torch.is_autocast_enabled(hidden.device.type):
-        # As it was: experts without LoRA, or another model of the same config.
+        # Nothing to add: no LoRA beside these experts, or another model of the same config.
         whole: torch.Tensor = ALL_EXPERTS_FUNCTIONS[DEFAULT](experts, hidden, choices, weights)
         return whole
     return run_experts(
@@ -187,5 +190,5 @@ def _run(experts: Any, hidden: torch.Tensor, choices: torch.Tensor, weights: tor
     )
 
 
-# Here: a process that is given a model's config may make a model of it before any other call.
+# At the import: a process that is given a model's config may make a model of it before it calls anything else here.
 ALL_EXPERTS_FUNCTIONS.register(NAME, _run)

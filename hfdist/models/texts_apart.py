@@ -17,14 +17,14 @@ import torch
 
 @dataclass(frozen=True)
 class TextsApart:
-    """Where the tokens of texts are among those of a batch, and in rows of their own."""
+    """Where the tokens of texts stand: among all tokens of a packed batch, and in a row for each text."""
 
     tokens: torch.Tensor
     """Places of the texts' tokens among all tokens of the batch, in order; shape [tokens of texts]."""
     texts: torch.Tensor
-    """The number of the text that each of them is of; shape [tokens of texts]."""
+    """For each of these tokens: the number of its text; shape [tokens of texts]."""
     places: torch.Tensor
-    """Its place in this text; shape [tokens of texts]."""
+    """For each of these tokens: its place in its text; shape [tokens of texts]."""
     mask: torch.Tensor
     """1 at tokens, 0 at padding; shape [texts, longest]."""
 

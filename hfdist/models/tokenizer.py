@@ -37,7 +37,7 @@ def load_tokenizer(
         config: the model's config; the tokenizer's repository code runs only with its `trust_remote_code`.
         corpus_id: identity of the corpus and of its held-out split; part of the cache's key.
         texts: gives training documents up to a number of bytes.
-        cache_dir: where trained and converted tokenizers are kept, shared by all processes of the machine.
+        cache_dir: folder of trained and converted tokenizers, which all processes of the machine share.
 
     Raises:
         ConfigError: no such tokenizer, or one without an end-of-text token.
@@ -54,14 +54,14 @@ def load_pretrained_tokenizer(config: ModelConfig, *, cache_dir: Path) -> PreTra
     def load() -> PreTrainedTokenizerBase:
         with reading_from_hub("model.tokenizer.name", str(config.tokenizer.name)):
             tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=config.trust_remote_code)
-            # Its class may be another one, where its files do not say which.
+            # Where the files do not name a class, this may be another one than transformers' for tokenizer.json.
             return as_tokenizer(tokenizer)
 
     if not config.trust_remote_code:
         do_apart(lambda: load()(_SAMPLE), where="model.tokenizer.name", found=folder)
     tokenizer = load()
     if tokenizer.eos_token_id is None and tokenizer.sep_token is not None:
-        # Of encoders: it is what their tokenizers put after each text.
+        # Tokenizers of encoders have no end of text; this is what they put after each one.
         tokenizer.eos_token = tokenizer.sep_token
     if tokenizer.eos_token_id is None:
         raise ConfigError(

@@ -37,9 +37,9 @@ class TrainableParameters:
     reads_images: bool | None = None
     """Whether a model of image and text reads images in this run; None: it is none, or nobody knows."""
     has_values: bool = False
-    """Whether the model gets a head of values, which is trained besides."""
+    """Whether the model gets a head of values, which is trained, too."""
     unreached: frozenset[str] = frozenset()
-    """What images never reach, of `find_unreached`."""
+    """Names of parameters that images never reach, as `find_unreached` gives them."""
     example: ImageBatch | None = None
     """What the model's forward takes of a row with an image; None: rows have none, or this is a plan."""
 
@@ -69,7 +69,7 @@ class TrainableParameters:
 
         Args:
             model: as its constructor left it.
-            seed: of the adapter's weights.
+            seed: seeds the adapter's first weights.
             layout: how the model is partitioned.
 
         Raises:
@@ -109,7 +109,7 @@ def freeze_by_name(model: nn.Module, *, freeze: Sequence[str], train_only: Seque
     Args:
         model: whole or partitioned.
         freeze: shell-style patterns of whole names, `*` also stands for dots; or parts of a model of image and text.
-        train_only: likewise; empty: all.
+        train_only: patterns of the same kind; empty: all parameters.
 
     Raises:
         ConfigError: a pattern that no parameter matches, or nothing that is left to train.
@@ -136,7 +136,7 @@ def _nothing_left(why: str, freeze: Sequence[str], train_only: Sequence[str], *,
 def _matches(
     names: dict[nn.Parameter, list[str]], patterns: Sequence[str], key: str, parts: Mapping[str, list[str]]
 ) -> dict[nn.Parameter, list[str]]:
-    """Parameters of which any name matches. A tied one has several, and is one thing under all of them."""
+    """Find the parameters of which any name matches. A tied one has several names, and is one parameter for all."""
     found: dict[nn.Parameter, list[str]] = {}
     # The name of a part stands for those of its parameters.
     patterns = [name for pattern in patterns for name in parts.get(pattern) or [pattern]]

@@ -31,12 +31,12 @@ def fit_vocabulary(architecture: PreTrainedConfig, tokenizer: PreTrainedTokenize
         if not is_random and "vocab_size" in config.config:
             hint = "without model.config.vocab_size: it is that of the model's files"
         elif not is_random:
-            # Its embeddings are in a file, so that another number of them is another model.
+            # The embeddings are in the model's files: with another number of them it would be another model.
             where, hint = "model.tokenizer.name", _give_embeddings(architecture, config, size)
         found = f"{text.vocab_size} embeddings, {size} tokens"
         raise ConfigError(what, where=where, found=found, allowed=f">= {size} embeddings", hint=hint)
     if is_random:
-        # Of a model for text and images the part for text has ids of its own.
+        # In a model for text and images the config of the text part has special ids of its own.
         _take_special_ids(architecture, tokenizer)
         _take_special_ids(text, tokenizer)
         if architecture.is_encoder_decoder:

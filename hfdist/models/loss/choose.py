@@ -106,9 +106,9 @@ def choose_loss(
     """Find what computes the loss; None: the model by itself, from all logits.
 
     Args:
-        config: of the run.
+        config: config of the run.
         model: whole or partitioned.
-        layout: that of the run.
+        layout: how the run partitions the model.
         by_size: whether `auto` looks at the micro batch of `config`.
 
     Raises:

@@ -39,7 +39,7 @@ LEAST_ROWS = 128
 """A chunk has at least as many, however large the vocabulary: each reads and writes the gradient of the whole head."""
 
 TENSORS_OF_DIVERGENCE = 8
-"""As many of a chunk's size exist at a time where the loss is the divergence from a teacher."""
+"""Tensors of a chunk's size that exist at a time where the loss is the divergence from a teacher."""
 
 _LossesAndGradient = Callable[[torch.Tensor, torch.Tensor, int], tuple[torch.Tensor, torch.Tensor]]
 
@@ -48,7 +48,7 @@ class ChunkedLoss:
     """Sums token losses of deferred rows; see `lazy_logits.SumOfLosses`.
 
     Args:
-        device: where it runs.
+        device: the device of hidden states and head.
         chunk_logits: logits that may exist at a time; None: by the kind of device, and of `LEAST_ROWS` at least.
     """
 
@@ -281,7 +281,10 @@ def _losses_and_gradient(
 
 
 def _fusable(logits: torch.Tensor, targets: torch.Tensor, ignore_index: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same, without writes in place: one pass for the loss and one for the gradient once it is compiled."""
+    """Give the losses of rows and their gradient by the logits, without writes in place: compiled code fuses it.
+
+    Compiled, it reads the logits once for the losses and once for the gradient.
+    """
     is_target = targets != ignore_index
     places = targets.masked_fill(~is_target, 0)[:, None]
     wide = logits.float()

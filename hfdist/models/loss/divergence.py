@@ -36,7 +36,7 @@ def divergences_and_gradient(
         student: log-probabilities [rows, columns]: of all tokens, or of those that this rank has.
         teacher: log-probabilities of the same tokens.
         is_target: [rows]; other rows have divergence 0.
-        beta: from 0 to 1.
+        beta: which divergence, from 0 (forward KL) to 1 (reverse KL).
         add_up: adds up sums over columns, of shape [rows].
     """
     own = student.exp()
@@ -74,7 +74,7 @@ def top_divergences_and_gradient(
         teacher: log-probabilities [rows, ids + 1]: of `ids`, and of all other tokens together.
         ids: tokens [rows, ids], each once in a row.
         is_target: [rows]; other rows have divergence 0.
-        beta: from 0 to 1.
+        beta: which divergence, from 0 (forward KL) to 1 (reverse KL).
         add_up: adds up values over the ranks that have the other columns.
         start: the token of this rank's first column.
 

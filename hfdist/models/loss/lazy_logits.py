@@ -86,7 +86,10 @@ class Rows(NamedTuple):
 
 
 Reduce = Callable[[torch.Tensor], torch.Tensor]
-"""From token losses, float32 of shape [rows], to one loss; it is differentiated. A row without a target has loss 0."""
+"""Takes token losses, float32 of shape [rows], and gives one loss; it is differentiated.
+
+A row without a target has loss 0.
+"""
 
 SumOfLosses = Callable[[Rows], torch.Tensor]
 """Gives the sum over rows, through which gradients flow to the hidden states and to the head."""
@@ -351,7 +354,7 @@ def _cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> torch.Tensor | None:
-    """As torch's, for logits by rows; None: what is asked needs them whole."""
+    """Do what `torch.nn.functional.cross_entropy` does, for deferred logits; None: what is asked needs them whole."""
     is_simple = weight is None and size_average is None and reduce is None and reduction in ("sum", "mean")
     if not is_simple or logits.ndim != 2 or target.ndim != 1 or target.is_floating_point():
         return None
@@ -371,10 +374,10 @@ def reduce_token_losses(logits: Logits, targets: torch.Tensor, reduce: Reduce, *
     """Give the loss that `reduce` makes of the cross entropy of each row, without whole logits if they are deferred.
 
     Args:
-        logits: of a model, of shape [..., vocabulary].
+        logits: logits of a model, of shape [..., vocabulary].
         targets: class indices, of shape [...].
         reduce: is called once.
-        ignore_index: of rows without a target.
+        ignore_index: the class index of rows without a target.
     """
     flat, targets = logits.reshape(-1, logits.shape[-1]), targets.flatten()
     if isinstance(flat, _DeferredLogits) and flat._is_deferred:
@@ -388,10 +391,10 @@ def sum_divergences(student: Logits, teacher: TeacherRows, targets: torch.Tensor
     """Sum the divergences of rows with a target, without whole logits if they are deferred.
 
     Args:
-        student: of the model that is trained, of shape [..., vocabulary].
-        teacher: of the same rows, flat.
+        student: logits of the model that is trained, of shape [..., vocabulary].
+        teacher: what the teacher gives for the same rows, which are one dimension.
         targets: class indices, of shape [...].
-        ignore_index: of rows without a target.
+        ignore_index: the class index of rows without a target.
     """
     flat, targets = student.reshape(-1, student.shape[-1]), targets.flatten()
     if isinstance(flat, _DeferredLogits) and flat._is_deferred:

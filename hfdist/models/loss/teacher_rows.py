@@ -45,9 +45,9 @@ class WholeRows(NamedTuple):
     """A teacher that gives logits of all tokens."""
 
     given: torch.Tensor
-    """Shape [rows, width]."""
+    """What is kept of the teacher for each row, such as hidden states; shape [rows, width]."""
     to_logits: Callable[[torch.Tensor], torch.Tensor]
-    """From some rows of `given` to logits [rows, vocabulary]; the vocabulary may be larger than the student's."""
+    """Takes rows of `given`, and gives logits [rows, vocabulary]; the vocabulary may be larger than the student's."""
     beta: float
     """Which divergence, from 0 to 1: see `divergences_and_gradient`."""
 
@@ -71,9 +71,9 @@ class TopRows(NamedTuple):
     """A teacher of which the likeliest tokens are known."""
 
     ids: torch.Tensor
-    """Shape [rows, tokens]."""
+    """The likeliest tokens of each row; shape [rows, tokens]."""
     log_probabilities: torch.Tensor
-    """Of these, and of all others together; shape [rows, tokens + 1]."""
+    """Log-probabilities of these tokens, and of all others together; shape [rows, tokens + 1]."""
     beta: float
     """Which divergence, from 0 to 1: see `divergences_and_gradient`."""
 
@@ -99,7 +99,7 @@ def divergences(student: torch.Tensor, teacher: TeacherRows, is_target: torch.Te
 
     Args:
         student: logits [rows, vocabulary].
-        teacher: of the same rows.
+        teacher: what the teacher gives for the same rows.
         is_target: [rows]; other rows have divergence 0.
     """
     values: torch.Tensor = _Divergences.apply(student, teacher, is_target)

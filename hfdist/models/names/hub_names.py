@@ -18,7 +18,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-# Private: the public way, `save_pretrained`, wants whole tensors. tests/zoo/test_hub_names.py compares with it.
+# Private: the public way, `save_pretrained`, wants whole tensors. tests/zoo/test_hub_names.py compares the two.
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
@@ -37,7 +37,7 @@ class HubNames:
     shapes: Mapping[str, tuple[int, ...]]
     """Shape of each tensor by its name, in the order in which transformers writes them."""
     blocks: Mapping[str, Sequence[tuple[str, Block]]]
-    """For each tensor of the model that the files have, by its own name: names in the files, and what stands there."""
+    """By the name of a tensor in the model: its names in the files, each with the block of the tensor that it holds."""
     num_parameters: int
     """Number of elements in all parameters of the model."""
     others: tuple[HubNames, ...] = field(default=(), repr=False)

@@ -40,11 +40,11 @@ class NameDifferences:
     def of(
         cls, loading_info: Mapping[str, Any], model: PreTrainedModel, *, head: Head = Head.tokens
     ) -> NameDifferences:
-        """Take them from what `from_pretrained` says with `output_loading_info`.
+        """Read the differences off what `from_pretrained` gives with `output_loading_info`.
 
         Args:
-            loading_info: its second value. It lacks what transformers itself deems fine.
-            model: its first value.
+            loading_info: the second value that it gives. Names that transformers itself deems fine are not in it.
+            model: the first value.
             head: what the model gives at its end: layers for a score or for labels are new, the pooler that some
                 encoders have is new or not used, and a head for tokens may be left out.
         """
@@ -111,7 +111,7 @@ def read_names(
         name: the model's folder or Hub id.
         where: the key that names it, for messages.
         head: see `NameDifferences.of`.
-        fields: of `from_pretrained`.
+        fields: further arguments of `from_pretrained`.
 
     Raises:
         ConfigError: the files cannot be read.
