@@ -62,7 +62,7 @@ class Strategy(Partitioning):
         self.config = config
         for axis in MODEL_AXES:
             if (degree := getattr(topology, axis)) > 1 and axis not in self.used_axes:
-                # Its ranks would train, each alone, on wrong numbers.
+                # The ranks of that axis would train, each alone, on wrong numbers.
                 what, hint = f"{type(self).__name__} does not use this axis", f"strategy.{axis}=1"
                 raise ConfigError(what, where=f"strategy.{axis}", found=degree, allowed="1", hint=hint)
         self._partitioned: nn.Module | None = None
@@ -77,7 +77,7 @@ class Strategy(Partitioning):
 
     @property
     def sharing_keys(self) -> str:
-        """As of the base class."""
+        """Keys that share the model over ranks, for hints."""
         axes = {axis: getattr(self.topology, axis) for axis in ("pipeline", "tensor")}
         keys = [f"strategy.{axis}={degree}" for axis, degree in axes.items() if degree > 1]
         return ", ".join([*keys, *[f"strategy.sharding={self.config.sharding.value}"] * (self.fractions.weights < 1)])
@@ -232,7 +232,7 @@ class Strategy(Partitioning):
 
     @cached_property
     def mesh(self) -> DeviceMesh:
-        """See `build_mesh`: a collective the first time."""
+        """The mesh of all ranks; a collective the first time."""
         return build_mesh(self.topology)
 
 

@@ -41,7 +41,7 @@ from hfdist.models.positions import Positions, padding_id
 from hfdist.models.routers import COUNTED
 from hfdist.strategies.self_check import POSITIONS
 
-# Its name before torch 2.13 is the second one.
+# The first name is torch 2.13's, the second that of earlier versions.
 _GATHERS = ("all_gather_single_autograd", "all_gather_tensor_autograd")
 _all_gather: Callable[..., torch.Tensor] = next(
     getattr(_collectives, name) for name in _GATHERS if hasattr(_collectives, name)
@@ -65,15 +65,15 @@ class _Sequence:
     """The whole sequences whose shares are in the model."""
 
     indices: torch.Tensor
-    """Where in the sequence this rank's tokens are, [tokens of this rank]."""
+    """Places in the sequence of this rank's tokens, [tokens of this rank]."""
     order: torch.Tensor
-    """Where in the gathered tokens those of the sequence are, [tokens]."""
+    """Places among the gathered tokens of those of the sequence, in its order, [tokens]."""
     positions: torch.Tensor
     """[sequences, tokens]."""
     documents: torch.Tensor | None
     """Number of each token's document, [sequences, tokens]; None: each token sees all before it."""
     attention_mask: torch.Tensor | None
-    """Where there is no padding, [sequences, tokens]."""
+    """True at tokens that are no padding, [sequences, tokens]; None: there is no padding."""
 
 
 class ContextParallel:
@@ -152,7 +152,7 @@ class ContextParallel:
         positions = self._positions(ids, mask, self._padding_id) if given is None else given.expand_as(ids)
         starts = torch.zeros_like(ids).bool()
         if given is not None and self._keeps_apart and mask is None:
-            # As transformers finds documents.
+            # transformers finds documents in the same way.
             starts = positions.diff(dim=-1, prepend=positions[:, :1] - 1) != 1
         # Padding is a document of its own after all others; of ordinary tokens, as gemma3n divides by embeddings.
         num_added = -num_tokens % (2 * self._size)

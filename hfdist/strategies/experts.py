@@ -111,10 +111,10 @@ def spread_experts(
     """Leave this rank's experts in the model, in place, and say by name what they are.
 
     Args:
-        model: with whole experts.
-        experts: of one axis, the ranks of this group.
-        tensor: of one axis, the ranks that read this rank's batch, and each dispatch a share of its tokens.
-        plan: of the model; what it says of modules that another rank of a pipeline holds is left out.
+        model: a model with all its experts.
+        experts: mesh of one axis: the ranks that share the experts.
+        tensor: mesh of one axis: the ranks that read the same batch, of which each dispatches a share of its tokens.
+        plan: the model's expert plan; what it says of modules that another rank of a pipeline holds is left out.
     """
     plan = rules_on_this_stage(model, plan)
     shards: dict[str, ParameterShard] = {}
@@ -130,7 +130,7 @@ def spread_experts(
         }
         shards |= {f"{name}.{own}": shard_of_dtensor(parameter) for own, parameter in placed.items()}
         keep_local(module, placed)
-    # By this transformers knows that every rank must take part in each forward.
+    # A private mark: transformers then knows that every rank must take part in each forward.
     cast(Any, model)._is_fsdp_managed_module = True
     return shards
 

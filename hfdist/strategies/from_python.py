@@ -54,12 +54,12 @@ def make_strategy(
         hfdist.Trainer(model, args, strategy=strategy, train_dataset=dataset).train()
 
     Args:
-        name: of a preset in conf/strategy/; None: one process, but for what `layout` says.
+        name: the name of a preset in conf/strategy/; None: one process, but for what `layout` says.
         global_batch_size: sequences in one optimizer step, over all processes; must be given.
         micro_batch_size: sequences in one forward of one data rank.
-        sequence_length: of a usual sequence in tokens, to balance the stages of a pipeline.
+        sequence_length: tokens of a usual sequence, to balance the stages of a pipeline.
         precision: fp32, bf16 or fp16, as in the TrainingArguments; None: theirs, and fp32 where DeepSpeed must know it.
-        max_grad_norm: as in the TrainingArguments; DeepSpeed clips by itself.
+        max_grad_norm: that of the TrainingArguments, which DeepSpeed must know, as it clips by itself.
         layout: the keys of `strategy.*`, under their names and with their values there; `deepspeed` may be the path of
             a DeepSpeed config file.
 

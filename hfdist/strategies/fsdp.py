@@ -59,7 +59,7 @@ class FsdpStrategy(Strategy):
         self.fractions = ShardFractions(weights=share, gradients=share, optimizer=share)
 
     def training_arguments(self) -> dict[str, object]:
-        """As without FSDP2; norms of offloaded gradients need a backend for the CPU beside NCCL."""
+        """Give the base class's arguments; with offload also a backend for the CPU, for norms of gradients there."""
         has_two = self.config.offload is Offload.cpu and torch.cuda.is_available()
         return super().training_arguments() | ({"ddp_backend": "cpu:gloo,cuda:nccl"} if has_two else {})
 
@@ -135,7 +135,7 @@ class ShardedEngine(Engine):
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
-        """See the base class. Weights are gathered unit by unit, in the type that is trained."""
+        """Make weights whole for a while, gathered unit by unit, in the type that is trained."""
         num_bytes = sum(weight.numel() * weight.element_size() for weight in self.model.parameters())
         if not have_room(num_bytes, device_of(self._sharded_group)):
             yield
@@ -187,7 +187,7 @@ class ShardedEngine(Engine):
             ConfigError: it can step neither, or not with a loss scale.
         """
         inner = optimizer.optimizer
-        # By identity: as values, groups with equally many tensors cannot be compared.
+        # Groups are compared by identity: `==` of groups with equally many tensors raises.
         of_wholes = set(map(id, self._groups_of_wholes(inner)))
         for group in (group for group in inner.param_groups if id(group) not in of_wholes):
             smallest = min(group["params"], key=torch.Tensor.numel, default=None)
@@ -221,7 +221,7 @@ class ShardedEngine(Engine):
         return super()._held_pieces()
 
     def weights(self) -> Iterable[Piece]:
-        """See the base class."""
+        """Give the weights as pieces, once they are shards again."""
         self._reshard()
         return super().weights()
 
@@ -236,7 +236,7 @@ class ShardedEngine(Engine):
         self._reshard()
 
     def _start(self, tensor: DTensor) -> int:
-        """Where a rank's rows begin: torch.chunk gives each equally many, the last ones fewer or none."""
+        """Give where this rank's rows begin: torch.chunk gives each equally many, the last ones fewer or none."""
         mesh, num_rows = tensor.device_mesh, tensor.shape[0]
         rank, size = mesh.get_local_rank(mesh.ndim - 1), mesh.size(mesh.ndim - 1)
         return min(rank * -(-num_rows // size), num_rows) * math.prod(tensor.shape[1:])
@@ -281,6 +281,6 @@ class FsdpEngine(ShardedEngine):
         """FSDP2 has done it."""
 
     def clip_grad_norm(self, max_norm: float) -> object:
-        """See the base class. Gradients of what no rank has used are none."""
+        """Clip the norm over all ranks, in place, and give it. Parameters that no rank has used get no gradient."""
         self._drop_unused_gradients()
         return super().clip_grad_norm(max_norm)

@@ -76,7 +76,7 @@ def shard_by_blocks(
     if offloads:
         # Whoever prepares a model for training moves it to the device, and shards must stay where they are.
         cast(Any, root).to = lambda *_, **__: root
-    # By this transformers knows that every rank must take part in each forward, and that micro batches accumulate.
+    # A private mark: transformers then knows that every rank takes part in each forward, and that batches accumulate.
     cast(Any, model)._is_fsdp_managed_module = True
     if reads_images(model):
         # Features of images are an output, too. Where no loss is one, their gradient alone would let the root gather

@@ -159,9 +159,9 @@ def check_plans(model: PreTrainedModel, pairs: DeviceMesh, plans: Plans) -> None
     """Refuse a type of model that does not train over these ranks as it does whole. A collective over all ranks.
 
     Args:
-        model: whole.
-        pairs: of the ranks that try it; axes `copies`, `expert` and `tensor`. The others wait.
-        plans: of the model.
+        model: a whole model.
+        pairs: mesh of the ranks that try it, with axes `copies`, `expert` and `tensor`. The other ranks wait.
+        plans: the plans of the model that are tried.
 
     Raises:
         ConfigError: naming the first wrong parameter; on all ranks alike.

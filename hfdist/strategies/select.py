@@ -17,10 +17,10 @@ def select_strategy(
     """Give the strategy that `strategy.*` asks for.
 
     Args:
-        strategy: the keys.
-        train: those of the run.
+        strategy: the keys of `strategy.*`.
+        train: the keys of `train.*`.
         topology: degrees and place of this process, or of one that is planned.
-        batch: of a step.
+        batch: the batch of a step.
         device_type: `cpu` or `cuda`: where the run is to be.
 
     Raises:

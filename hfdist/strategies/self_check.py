@@ -94,10 +94,10 @@ def find_problem(
 
     Args:
         make: gives the small model, whole and on the CPU.
-        distribute: changes it in place.
+        distribute: shares the small model over ranks, in place.
         sharding: how the ranks that try it share micro batches.
-        device: to train on.
-        num_tokens: of a sequence.
+        device: the device to train on.
+        num_tokens: tokens of a sequence.
         inputs: what is tried besides tokens alone, one after the other, as far as the model takes it.
     """
     if is_planned():
@@ -143,7 +143,7 @@ def _compare_small(
     whole_losses = _accumulate(small, batches, num_items).view(len(tried), -1).sum(1)
     hooks = distribute(distributed)
     of_rank = batches[sharding.data_rank :: sharding.data_ranks]
-    # As the Trainer does, for gradients that are averaged.
+    # The Trainer multiplies losses so, too, as gradients are averaged over ranks.
     losses = _accumulate(distributed, of_rank, num_items, hooks.sharded, factor=sharding.token_ranks)
     hooks.reduce(losses)
     differences = ((losses - whole_losses).abs() / whole_losses.abs()).tolist()
@@ -159,7 +159,7 @@ def _ordered(difference: float) -> float:
 def _takes(model: PreTrainedModel, name: str, num_tokens: int) -> bool:
     """Whether the model can be given an input; `model` is whole and on the CPU."""
     if name == POSITIONS:
-        # Some take none, or cannot be asked without a GPU.
+        # Some models take no positions, or cannot be asked without a GPU.
         return keeps_documents_apart(model) is not None
     if name not in inspect.signature(model.forward).parameters:
         return False
@@ -185,7 +185,7 @@ def _make_batch(model: PreTrainedModel, num_tokens: int, extra: str | None, *, s
     labels[0, 4:7] = IGNORED
     padding = padding_id(model)
     if padding is not None and padding >= 0 and not scores_sequences(model):
-        # Some models make positions or masks of it.
+        # Some models make positions or masks of padding.
         ids[0, 5] = padding
     inputs: Batch = {}
     if extra == POSITIONS:

@@ -119,7 +119,7 @@ class StepSizes:
     chosen_experts: int = 0
     """Number of experts that are chosen for a token."""
     frozen: FrozenSizes | None = None
-    """Of another model that runs beside this one; None: there is none."""
+    """Sizes of a frozen model that runs beside this one; None: there is none."""
     tensor: TensorSizes = field(default_factory=TensorSizes)
     """Sizes of the plan for `strategy.tensor` ranks."""
     weight_bytes: int = 4
@@ -209,10 +209,10 @@ class Axes:
             case Compression.fp16 | Compression.bf16:
                 return ALL_REDUCE, 2 / item_bytes
             case Compression.powersgd:
-                # Of matrices as wide as the hidden states; those that are wider send a little less.
+                # The share for matrices as wide as the hidden states; wider ones send a little less.
                 return ALL_REDUCE, min(1.0, 2 * config.compression_rank / self.sizes.hidden)
             case Compression.topk:
-                # Of each rank numbers and their places.
+                # Each rank sends numbers and their places.
                 num_ranks = self.topology.data * self.topology.context
                 return ALL_GATHER, num_ranks * config.compression_share * (1 + 4 / item_bytes)
             case Compression.none:
@@ -223,7 +223,7 @@ class Axes:
 
         Args:
             again: share of the weights that is gathered again for each backward.
-            microbatches: for each of which this is done.
+            microbatches: how often a step does this.
             ends: the phase beside which reductions run.
         """
         sizes, topology = self.sizes, self.topology
@@ -254,20 +254,20 @@ class Axes:
         )
 
     def gather_parts(self) -> Iterator[Sent]:
-        """Of parameters that must be stepped whole, what tensor and expert ranks share: see `_exchange_parts`."""
+        """Give what tensor and expert ranks send to step parameters whole, of which each holds a part."""
         topology, (divided, experts, _) = self.topology, self._stepped_whole()
         yield from self._exchange_parts("tensor", topology.tensor, 1, divided)
         yield from self._exchange_parts("expert", topology.expert, topology.tensor * topology.context, experts)
 
     def gather_shards(self) -> Iterator[Sent]:
-        """Of parameters that must be stepped whole, FSDP2's shards."""
+        """Give what ranks send to step parameters whole, of which FSDP2 has given each a shard."""
         topology, (divided, experts, others) = self.topology, self._stepped_whole()
         axis, ranks = self._sharded_axis, topology.shard * topology.context
         yield from self._exchange_parts(axis, ranks, topology.tensor, experts + others)
         yield from self._exchange_parts(f"{axis} x tensor", ranks * topology.tensor, 1, divided)
 
     def gather_runs(self, num_elements: float) -> Iterator[Sent]:
-        """Of parameters that must be stepped whole, so many elements of which ZeRO's ranks have parts, in float32."""
+        """Give what ZeRO's ranks send, in float32, to step parameters whole; `num_elements`: elements of these."""
         ranks = self.topology.data * self.topology.context
         yield from self._exchange_parts(DATA, ranks, self.topology.tensor, num_elements, item_bytes=4)
 
@@ -315,10 +315,10 @@ class Axes:
             summed += tokens * (2 * of_plan.embedded + 4) * sizes.weight_bytes
         yield from add(ALL_REDUCE, summed, num_sums)
         yield from add(ALL_GATHER, tokens * of_plan.gathered * sizes.compute_bytes * sizes.forwards, calls)
-        # Of what is whole on each rank: the gradients, or the shards of them.
+        # Gradients of what is whole on each tensor rank, or the shards of these.
         whole = (sizes.parameters - of_plan.divided - sizes.experts) * self.stages_share * sizes.trained_share
         if self.config.shards_state:
-            # By FSDP2: ZeRO does not go with tensor ranks.
+            # FSDP2 divides them: ZeRO does not go with tensor ranks.
             whole /= self.topology.shard * self.topology.context
         yield from add(ALL_REDUCE, whole * sizes.weight_bytes, 1)
 

@@ -58,8 +58,8 @@ class WholeSteps:
     Each step is a collective. What one rank has whole already is its own, and stays where it is.
 
     Args:
-        optimizer: which has no state yet.
-        regions: of each parameter; in the same order on each rank.
+        optimizer: an optimizer without state.
+        regions: the regions of each parameter that each rank has; in the same order on each rank.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, regions: Mapping[ShardedParameter, Regions]) -> None:
@@ -76,7 +76,7 @@ class WholeSteps:
         self._wholes: dict[ShardedParameter, nn.Parameter] = {}
         """Whole parameters that this rank owns, without memory between steps."""
         self._regions: dict[ShardedParameter, Regions] = {}
-        """Of these alone: of all they would be parameters times ranks."""
+        """Regions of these parameters alone: those of all would be as many as parameters times ranks."""
         for shard, of_ranks in regions.items():
             self._by_held[id(shard.held)].append(shard)
             if self._owners[shard] == shard.group.rank():

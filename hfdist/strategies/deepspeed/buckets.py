@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from hfdist.strategies.deepspeed.flat_buffers import ZeroOptimizer
 
 BUCKET_ELEMENTS = 50_000_000
-"""As fast as DeepSpeed's 500M on one node, at a tenth of the memory; small models have fewer."""
+"""Elements of a bucket: as fast as DeepSpeed's 500M on one node, at a tenth of the memory; small models have fewer."""
 _ALIGNED = 2
 """Elements to which DeepSpeed aligns each rank's part of a flat buffer."""
 
@@ -24,8 +24,8 @@ def bucket_elements(trained: float, largest: float, most: int = BUCKET_ELEMENTS)
 
     Args:
         trained: elements that are trained.
-        largest: of one parameter.
-        most: that are configured.
+        largest: elements of the largest parameter.
+        most: elements of a bucket that the config asks for.
     """
     return max(1, min(most, math.ceil(max(trained / 2, largest))))
 
@@ -54,7 +54,7 @@ def rank_with_most_gradients(groups: Iterable[Sequence[int]], ranks: int) -> int
 
     Args:
         groups: elements of each parameter, in order, by parameter group of the optimizer.
-        ranks: that share the state.
+        ranks: number of ranks that share the state.
     """
     kept = [0] * ranks
     for sizes in groups:

@@ -45,8 +45,8 @@ def generate(strategy: StrategyConfig, train: TrainConfig, batch: BatchPlan, dev
 
     Args:
         strategy: the layout.
-        train: its precision and clipping.
-        batch: of a step.
+        train: precision and clipping.
+        batch: the batch of a step.
         device_type: `cpu` or `cuda`: where the run is to be.
 
     Raises:
@@ -76,7 +76,7 @@ def _generated(strategy: StrategyConfig, train: TrainConfig, batch: BatchPlan, d
         # With offload DeepSpeed insists on its own CPU Adam, which it compiles for a minute at first use;
         # torch's fused AdamW runs on the CPU too.
         "zero_force_ds_cpu_optimizer": False,
-        # Its own progress lines are off: the run has a progress bar and metrics.jsonl.
+        # DeepSpeed's own progress lines are off: the run has a progress bar and metrics.jsonl.
         "steps_per_print": sys.maxsize,
         "wall_clock_breakdown": False,
     }

@@ -82,7 +82,7 @@ class ZeroEngine(Engine):
 
     @contextmanager
     def gathered(self) -> Iterator[None]:
-        """See the base class. Under ZeRO-3 weights are gathered in the type that the model computes in."""
+        """Make weights whole for a while; under ZeRO-3 they are gathered in the type that the model computes in."""
         partitioned: list[Any] = [p for p in self.model.parameters() if is_partitioned(p)]
         num_bytes = sum(p.ds_numel * p.element_size() for p in partitioned)
         if not partitioned or not have_room(num_bytes, device_of(None)):

@@ -42,7 +42,7 @@ class Run:
     offset: int
     """First element, counted in the rank's part of the buffer."""
     weight: torch.Tensor
-    """The same elements among the weights that the model computes with. 1-D, may be empty."""
+    """View of these elements in the weights that the model computes with. 1-D, may be empty."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -29,7 +29,7 @@ def list_pieces(model: nn.Module, engine: DeepSpeedEngine, wholes: WholeSteps | 
     Args:
         model: the Hugging Face model that the engine wraps; its names are used.
         engine: a DeepSpeed engine with ZeRO 1, 2 or 3, with or without the optimizer on the CPU.
-        wholes: from `hook_steps`.
+        wholes: the parameters that are stepped whole, as `hook_steps` gives them.
 
     Raises:
         CheckpointError: an optimizer that keeps what is neither a number nor a tensor, parameters swapped to disk, or

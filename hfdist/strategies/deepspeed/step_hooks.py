@@ -24,12 +24,12 @@ if TYPE_CHECKING:
 def hook_steps(model: nn.Module, whole: PreTrainedModel, zero: ZeroOptimizer) -> WholeSteps | None:
     """Let the optimizer step as on one process: whole parameters where it needs them, and none that is unused.
 
-    By hooks of the inner optimizer: its gradients are reduced, unscaled and clipped then.
+    The hooks are those of the inner optimizer: when they run, gradients are reduced, unscaled and clipped.
 
     Args:
-        model: of this rank; its names are used.
+        model: this rank's model; its names are used.
         whole: tells what may be unused.
-        zero: of DeepSpeed.
+        zero: DeepSpeed's optimizer.
 
     Returns:
         The steps of whole parameters; None: the optimizer needs none.

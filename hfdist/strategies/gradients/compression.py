@@ -30,8 +30,8 @@ class GradientCompressor:
     """What this rank keeps from step to step, and the hook that uses it.
 
     Args:
-        model: of this rank; its trained parameters are whole.
-        topology: of the run.
+        model: this rank's model; its trained parameters are whole.
+        topology: the run's ranks.
         config: `strategy.compression` and its settings.
     """
 
@@ -152,7 +152,7 @@ class GradientCompressor:
         buffer.copy_(summed)
         is_finite, left = torch.isfinite(summed).all(), total.index_fill_(0, indices, 0) / scale
         for residual, kept in zip(residuals, left.split([residual.numel() for residual in residuals]), strict=True):
-            # As of `send_factors`.
+            # After an overflow the residual of the step before stays, as in `send_factors`.
             residual.copy_(torch.where(is_finite, kept.view_as(residual), residual))
 
 
@@ -178,7 +178,7 @@ def _send_fp16(state: GradientCompressor, bucket: dist.GradBucket) -> _Future:  
 
 
 def _send_bf16(state: GradientCompressor, bucket: dist.GradBucket) -> _Future:  # type: ignore[name-defined]  # as above
-    # By its own name DDP takes it for NCCL's alone, which was true before gloo had this type.
+    # A function of our own: torch's, given to DDP itself, is refused without NCCL, though gloo has this type by now.
     return default_hooks.bf16_compress_hook(None, bucket)  # type: ignore[arg-type]  # as above
 
 

@@ -55,7 +55,7 @@ def total_norm(
     Args:
         parameters: those that this rank counts; over the ranks of all groups each element is counted once.
         groups: whose ranks hold different parts of the model.
-        device: of this rank, which may have no gradient at all.
+        device: this rank's device; it may have no gradient that would tell.
     """
     grads = [local_tensor(parameter.grad) for parameter in parameters if parameter.grad is not None]
     squared = torch.nn.utils.get_total_norm(grads).to(device, torch.float32) ** 2

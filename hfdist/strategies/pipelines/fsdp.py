@@ -49,7 +49,7 @@ class PipelineFsdpEngine(ShardedEngine, PipelineEngine):
     def _make_pipeline(self) -> Pipeline:
         self._begin_step()
         self._wait_for_gathered()
-        # Its stages share what is gathered: the same tensors each time, with memory for a step.
+        # Stages keep references to gathered weights: the same tensors in each step, with memory for its duration.
         pipeline = super()._make_pipeline()
         self._reshard()
         return pipeline
@@ -64,7 +64,7 @@ class PipelineFsdpEngine(ShardedEngine, PipelineEngine):
     def _for_forwards(self) -> Iterator[None]:
         self._begin_step()
         yield
-        # Of a block that has not run, too.
+        # A block that has not run was gathered, too.
         self._wait_for_gathered()
         self._reshard()
 
@@ -72,7 +72,7 @@ class PipelineFsdpEngine(ShardedEngine, PipelineEngine):
         """Begin to gather all units; the backward of what it gives ends the step."""
         end: torch.Tensor = self._step(torch.zeros((), device=self._device, requires_grad=True))
         for unit in self._units:
-            # Its first forward waits for it.
+            # The unit's first forward waits for it.
             unit.unshard(async_op=True)
         return end
 
@@ -106,7 +106,7 @@ class PipelineFsdpStrategy(PipelineStrategy):
         self.fractions = ShardFractions(weights=share, gradients=share, optimizer=share)
 
     def partition(self, model: nn.Module) -> None:
-        """As without FSDP2, which takes no parameter without a dimension."""
+        """Partition a model as a pipeline does, and refuse parameters without a dimension: FSDP2 takes none."""
         check_no_scalars(model, "FSDP2")
         super().partition(model)
 

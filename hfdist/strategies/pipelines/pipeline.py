@@ -179,7 +179,7 @@ class PipelineEngine(Engine):
     def run_forwards(
         self, batch: Batch, function: Callable[[nn.Module, Batch], torch.Tensor], hooks: TrainerHooks
     ) -> None:
-        """See the base class: the schedule without its backwards."""
+        """Run the schedule's forwards, without its backwards."""
         assert self._pipeline is not None
         self._train_mode(True)
         with torch.no_grad(), self._for_forwards():
@@ -325,7 +325,7 @@ class PipelineStrategy(Strategy):
 
     @property
     def computes_losses(self) -> bool:
-        """As of the base class."""
+        """Whether this rank has the last stage, and so computes losses."""
         return self.rank_of_stage[-1] == self.topology.pipeline_rank
 
     def training_arguments(self) -> dict[str, object]:

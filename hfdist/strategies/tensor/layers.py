@@ -78,7 +78,7 @@ def is_lora(module: object) -> bool:
 def _read_weights(kind: type[nn.Module]) -> set[str]:
     """Give the names of children with whose weight a class computes itself, as kernels for GPUs do."""
     read: set[str] = set()
-    # By function: Python finds a function's source at once, and parses a whole file for that of a class.
+    # Function by function: Python finds a function's source at once, but parses the whole file for a class.
     for function in filter(inspect.isfunction, vars(kind).values()):
         with suppress(OSError):  # without a file
             source = inspect.getsource(function)

@@ -190,7 +190,7 @@ def _resolve(
 ) -> tuple[dict[str, str], dict[str, str], frozenset[str]]:
     """Give layers, rules and partial parameters by transformers' plan."""
     try:
-        # Private: the public way is `from_pretrained`, which would load and shard by itself.
+        # A private method: the public way is `from_pretrained`, which would load and shard by itself.
         resolved, _, _ = model._resolve_parallel_plans(DistributedConfig(tp_size=num_ranks))
     except (ValueError, TypeError) as error:
         raise no_plan_error(model, TENSOR) from error
@@ -219,7 +219,7 @@ def _resolve(
 
 
 def _is_attention(name: str) -> bool:
-    # As in `self_attn`, `attention` and `attn`.
+    # Names such as `self_attn`, `attention` and `attn`.
     return "att" in name
 
 
@@ -273,9 +273,9 @@ def apply_plan(model: PreTrainedModel, mesh: DeviceMesh, plan: TensorPlan) -> di
     """Leave this rank's part of each parameter in the model, in place, and say by name what it is.
 
     Args:
-        model: whole, with the same weights on all ranks of the mesh.
-        mesh: of one axis, the tensor ranks.
-        plan: of this model; what it says of parameters that another rank of a pipeline holds is left out.
+        model: a whole model with the same weights on all ranks of the mesh.
+        mesh: mesh of one axis: the tensor ranks.
+        plan: the model's plan; what it says of parameters that another rank of a pipeline holds is left out.
     """
     apply_tensor_parallelism(model, mesh, rules_on_this_stage(model, plan.rules))
     shards = {
