@@ -95,9 +95,9 @@ class Budget(LineReader):
     """Stops a run at the first of its limits. A `RankFlag`; all ranks have it, and rank 0 decides.
 
     Args:
-        config: the run's, with the limits.
+        config: the run's config, with the limits.
         usage: what this rank measures.
-        recorder: that of rank 0; None on the others.
+        recorder: writes the run's record, on rank 0; None on the others.
         num_parameters: number of parameters of the whole model.
         num_held_out: number of sequences of an evaluation.
     """

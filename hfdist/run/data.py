@@ -86,7 +86,7 @@ def build_data(config: RunConfig, topology: Topology, architecture: PreTrainedCo
             # Before the config is written down: these tokens come of it.
             config.data.chat.tools = list(load_environment(config.task).tools)
         if config.data.format in (RowFormat.labelled, RowFormat.tagged):
-            # As above: numbers of labels come of it.
+            # Before the config is written down, too: the numbers of labels come of it.
             config.data.labels = find_labels(corpus, config.data, known=own_labels(architecture))
         Encoders.of(tokenizer, config.data, images).check(
             shard for source in corpus.sources.values() if source.gives_examples for shard in source

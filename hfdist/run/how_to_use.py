@@ -100,7 +100,7 @@ def _generate(end: Ending) -> list[str]:
     own, of_data = end.config.report.sample_prompt, end.sample_prompt
     if len(of_data or "") > _LONGEST_PROMPT:
         of_data = None
-    # As the sample of the run: an answer is greedy, and what a model continues freely would repeat itself.
+    # The run's own sample is made so, too: an answer is greedy; a text that goes on freely would repeat itself.
     choice = "do_sample=False" if of_data and not own else "do_sample=True, top_k=40"
     lines, inputs = [], f'tokenizer({json.dumps(own or of_data or _PROMPT, ensure_ascii=False)}, return_tensors="pt")'
     if end.is_chat:

@@ -71,7 +71,7 @@ def _mark_targets(
     edges = [0, *(np.flatnonzero(np.diff(is_target)) + 1).tolist(), len(ids)]
     shown, before = "", ""
     for first, end in pairwise(edges):
-        # From the beginning each time: some tokenizers write a piece by itself without the space before it.
+        # The text is decoded from its beginning each time: a piece alone may lose the space before it.
         text = str(tokenizer.decode(ids[:end], skip_special_tokens=False, clean_up_tokenization_spaces=False))
         piece = _safe(text[len(before) :])
         if are_numbers and is_target[first]:

@@ -28,7 +28,7 @@ def start_group_under_torchrun(*, backend: str | None = None, timeout_seconds: i
     if torch.cuda.is_available():
         torch.cuda.set_device(read_launcher().local_rank)
     backend = backend or ("nccl" if torch.cuda.is_available() else "gloo")
-    # As by default in TrainingArguments; torch's own for NCCL is ten minutes.
+    # The default of TrainingArguments, too; torch's own for NCCL is ten minutes.
     timeout = timedelta(seconds=timeout_seconds or 1800)
     token = agree_on_start(store, rank, world_size)
     store = dist.PrefixStore(f"start-{token}", store)  # type: ignore[attr-defined]  # not in its stubs

@@ -16,7 +16,7 @@ _COLUMNS = tuple(column.value for column in RankColumn)
 _MOST_RANKS = 64
 """Most ranks that stand in each line."""
 _RANKS_A_LINE = 16
-"""With more ranks, the file grows as if each line had so many."""
+"""Above this number of ranks not each line has all of them: the file grows as if each line had so many."""
 _LEVELS = (0.0, 0.1, 0.5, 0.9, 1.0)
 _NUM_HIGHEST = 4
 
@@ -35,13 +35,13 @@ class RankSummary:
         self._interval = 1 if self._is_small else -(-num_ranks // _RANKS_A_LINE)
         self._num_lines, self._num_steps = 0, 0
         self._figures = np.zeros((len(_COLUMNS), num_ranks))
-        """Of all steps since the ranks last stood in a line: sums of seconds, and the highest peaks."""
+        """Sums of seconds, and the highest peaks, of all steps since the ranks last stood in a line."""
 
     def line(self, step: int, num_steps: int, figures: NDArray[np.float64], *, with_ranks: bool = False) -> Line:
         """Make the line of a step.
 
         Args:
-            step: its number.
+            step: number of the step.
             num_steps: number of steps that the figures are means of.
             figures: [columns of `RankColumn`, ranks]; NaN: not known.
             with_ranks: whether all ranks stand in the line, whatever the interval.

@@ -35,7 +35,7 @@ class Usage(TrainerCallback):
     It is a `RankFlag`, too: rank 0 says before a step whether the ranks sum at its end, so most steps cost nothing.
 
     Args:
-        recorder: that of rank 0; None on the others.
+        recorder: writes the run's record, on rank 0; None on the others.
         cost: prices, and the watts of what is not measured.
         device: the device on which this rank computes.
     """

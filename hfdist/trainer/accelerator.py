@@ -54,7 +54,7 @@ class SyncedLossScaler(torch.amp.GradScaler):
     def unscale_(self, optimizer: torch.optim.Optimizer) -> None:
         """Divide the gradients by the scale, and note whether any rank's have overflowed."""
         super().unscale_(optimizer)
-        # Private, but also where optimizers with a scale of their own look.
+        # A private attribute, where optimizers with a scale of their own look, too.
         flags: dict[Any, torch.Tensor] = self._found_inf_per_device(optimizer)
         if not flags:
             # A rank whose parameters are all frozen still takes part.

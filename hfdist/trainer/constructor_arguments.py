@@ -124,8 +124,8 @@ def check_class_loss(kind: type, arguments: Arguments, topology: Topology) -> No
 
     Args:
         kind: the class of the trainer.
-        arguments: those of its constructor, by name.
-        topology: of the layout.
+        arguments: the arguments of its constructor, by name.
+        topology: the ranks of the layout.
     """
     owner = owner_of(kind, "compute_loss")
     for axis, (what, hint) in _WITHOUT_OTHER_LOSSES.items():

@@ -34,8 +34,8 @@ def check_rows(dataset: object, model: object, *, collates_itself: bool) -> None
     """Look at the first rows of a dataset that has a length; an iterable one is read by its training alone.
 
     Args:
-        dataset: that a Trainer is given.
-        model: whole.
+        dataset: the dataset that a Trainer is given.
+        model: the whole model.
         collates_itself: whether a collator of the program's own makes batches of rows.
 
     Raises:

@@ -33,7 +33,7 @@ class Training:
     `num_targets`. All the rest stays the same.
 
     Args:
-        trainer: for what is its own: its loss, its log, how it moves a batch to the device.
+        trainer: the Trainer, for its own methods: its loss, its log, how it moves a batch to the device.
         strategy: the layout; None: everything is as in the original class.
         head: computes losses without whole logits; None: the model computes them.
         hooks: see `Engine.forward`; for a model as accelerate prepared it.

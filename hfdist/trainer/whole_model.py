@@ -29,7 +29,7 @@ def find_model(kind: type, arguments: Arguments, strategy: Strategy) -> nn.Modul
     """
     model, model_init = arguments.get("model"), arguments.get("model_init")
     if model is None and model_init is not None:
-        # As in the original, which gives a trial of a search, or None, to a function that takes one.
+        # The original also gives a trial of a search, or None, to a function that takes one.
         set_seed(arguments["args"].seed)
         made: nn.Module = model_init(*[None] * number_of_arguments(model_init))
         return made

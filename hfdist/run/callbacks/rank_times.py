@@ -41,7 +41,7 @@ class RankTimes(LineReader, StepLines):
 
     Args:
         path: path of the file.
-        throughput: that of the Trainer; its clock has measured the steps.
+        throughput: the Trainer's, whose clock has measured the steps.
         use: gets each line with all ranks, on rank 0; whether the file must have all ranks in this line, too.
     """
 

@@ -23,8 +23,8 @@ class RecordWriter(LineReader):
     """Writes on rank 0, which has a recorder; all ranks have this callback.
 
     Args:
-        recorder: that of this process; None on all ranks but the first.
-        start: where this process's training begins.
+        recorder: writes the run's record; None on all ranks but the first.
+        start: how this process's training begins: anew, or from a checkpoint.
     """
 
     def __init__(self, recorder: RunRecorder | None, start: Start) -> None:

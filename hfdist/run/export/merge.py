@@ -64,7 +64,7 @@ def _open_merged(adapter: Path, base: ModelConfig, config: PreTrainedConfig, hea
 
     assert base.name is not None  # checked with the config
     with reading_from_hub("model.name", base.name), without_report():
-        # As in the files: under ZeRO-3 the config has the type in which they were read.
+        # The type in the files: under ZeRO-3 the config has the type in which they were read.
         dtype = AutoConfig.from_pretrained(base.name, trust_remote_code=base.trust_remote_code).dtype
         model = head_class(head, config).auto.from_pretrained(
             base.name,

@@ -27,7 +27,7 @@ class Joins(Enum):
     built = auto()
     """Once the Trainer is built."""
     training = auto()
-    """Where the training begins: `run.start` is known."""
+    """At the beginning of the training: `run.start` is known."""
 
 
 class Part:

@@ -45,7 +45,7 @@ class FilesBeside:
 
             def write(folder: Path) -> None:
                 (folder / name).mkdir()
-                # As the original calls it.
+                # The original calls it in the same way.
                 self.asks_class = True
                 try:
                     trainer.save_model(str(folder / name), _internal_call=True)
@@ -58,7 +58,7 @@ class FilesBeside:
     def write(self, folder: Path) -> None:
         """Write the files of the model. On rank 0 alone."""
         trainer = self._training.trainer
-        # As in the original, that of the collator where the Trainer was given none.
+        # The original takes the collator's, too, where the Trainer was given none.
         tokenizer = trainer.processing_class or getattr(trainer.data_collator, "tokenizer", None)
         write_model_files(self._training.model, tokenizer, folder)
         if self._options.write_more is not None:

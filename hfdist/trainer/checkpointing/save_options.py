@@ -24,7 +24,7 @@ class SaveOptions:
     uploader: Uploader | None = None
     """Sends each checkpoint to a mirror, on rank 0; None: there is none, or this is another rank."""
     replicas: Replicas | None = None
-    """Where each save leaves a replica in memory, too; None: nowhere."""
+    """Keeps a replica of each save in memory; None: there are none."""
     replicate_every: int | None = None
     """Steps between replicas; None: none but with the saves."""
     save_in_background: bool = True

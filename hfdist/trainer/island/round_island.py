@@ -123,7 +123,7 @@ class RoundIsland(IslandCallback):
                 self._go_on_from(found, state, control)
                 if self._data_share is not None:
                     self._data_share.go_on_as(found["cursor"])
-                    # Its last checkpoint counts what it had read before, and its ledger does not any more.
+                    # The last checkpoint counts documents that the ledger does not have any more.
                     control.should_save |= self._training.args.save_strategy != "no"
             if not self._rounds.rests or state.global_step >= state.max_steps:
                 break

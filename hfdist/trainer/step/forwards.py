@@ -19,8 +19,9 @@ def evaluating(training: Training, *, are_training: bool = False) -> Iterator[Fo
     """Switch the model from training to evaluation, and give what runs forwards; the clock stops.
 
     Args:
-        training: of the Trainer, which has an engine.
-        are_training: they are part of a training step: the clock goes on, and the model trains again at the end.
+        training: the parts of a Trainer that has an engine.
+        are_training: whether the forwards are part of a training step. Then the clock goes on, and the model is in
+            training again at the end.
     """
     trainer, engine, args = training.trainer, training.engine, training.args
     is_before_deepspeed = trainer.is_deepspeed_enabled and trainer.model_wrapped is trainer.model
@@ -47,7 +48,7 @@ def evaluating(training: Training, *, are_training: bool = False) -> Iterator[Fo
 
         return engine.forward(batch, call, training.hooks(model), as_whole=as_whole)
 
-    # As in the original it stays so until the next step: what logs the metrics may read it off the model.
+    # It stays so until the next step, as in the original: what logs the metrics may read it off the model.
     model.eval()
     with nullcontext() if are_training else training.paused():
         yield forward

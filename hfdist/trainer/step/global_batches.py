@@ -29,9 +29,10 @@ class Share:
     """Collates what one data rank has of a global batch, as a list of micro batches.
 
     Args:
-        collate: of (row, whether it counts); None: rows that do not fill a global batch are read again.
-        collate_rows: of rows.
-        micro_batch_size, num_microbatches: of a data rank.
+        collate: makes a batch of pairs (row, whether it counts); None: rows are read again to fill a global batch.
+        collate_rows: makes a batch of rows.
+        micro_batch_size: rows of a micro batch of one data rank.
+        num_microbatches: micro batches of one data rank in a step.
         rank, num_ranks: of the data ranks.
     """
 
@@ -69,7 +70,7 @@ class Share:
     def _collated(self, rows: list[object], like: object) -> object:
         if self._collate is None:
             return self._collate_rows(rows)
-        # As with map-style data, a rank that has no row left reads one without its targets.
+        # A rank that has no row left reads one without its targets; map-style data do the same.
         return self._collate([(row, True) for row in rows] or [(like, False)])
 
 
@@ -77,9 +78,9 @@ class GlobalBatches(IterableDataset[object]):
     """The micro batches of one data rank, one after the other.
 
     Args:
-        loader: of the user's rows, as transformers made it.
+        loader: loads the user's rows, as transformers made it.
         share: what this rank has of a global batch.
-        seed: of the data.
+        seed: seeds the order of the data.
         is_training: whether the order changes from one pass to the next.
         settings: what else the loader was made with.
     """
