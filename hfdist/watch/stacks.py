@@ -16,7 +16,7 @@ from types import FrameType
 import torch
 from torch import distributed as dist
 
-from hfdist.watch.diagnosis import Heartbeat
+from hfdist.watch.heartbeat import Heartbeat
 from hfdist.watch.snapshot import Collective, Frame, Snapshot
 
 # Not merely any frame of the compiler: what it has compiled runs below such frames, too.

@@ -15,7 +15,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from hfdist.watch.diagnosis import Heartbeat, PeerState, is_too_long
+from hfdist.watch.diagnosis import is_too_long
+from hfdist.watch.heartbeat import Heartbeat, PeerState
 
 WIDTH = 32
 """Leaders that have one leader."""

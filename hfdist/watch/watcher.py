@@ -16,16 +16,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from hfdist.watch import requests, snapshot, stacks
-from hfdist.watch.diagnosis import (
-    Diagnosis,
-    Heartbeat,
-    PeerState,
-    Progress,
-    beat_seconds,
-    find_left,
-    find_lost,
-    find_stalled,
-)
+from hfdist.watch.diagnosis import Diagnosis, find_left, find_lost, find_stalled
+from hfdist.watch.heartbeat import Heartbeat, PeerState, Progress, beat_seconds
 from hfdist.watch.store import Store
 from hfdist.watch.tree import Digest
 
