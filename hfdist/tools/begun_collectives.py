@@ -36,7 +36,7 @@ class BegunCollectives:
         self._pending: dict[int, list[Collective]] = {rank: [] for rank in snapshots}
         """Collectives that have not ended, by rank."""
         self._by_number: dict[tuple[str, int], dict[int, Collective]] = {}
-        """By group and number: what each rank has called under this number."""
+        """What each rank has called under a number of a group, by group and number."""
         self._newest: dict[tuple[str, int], int] = {}
         """Number of the newest collective, by group and rank."""
         for rank, snapshot in snapshots.items():
@@ -97,7 +97,7 @@ class BegunCollectives:
         if rank not in self._snapshots:
             # A silent rank has none; of a rank whose machine has a disk of its own nothing is known.
             return rank not in self._silent
-        # Of the two ends of a message, both have numbers of their own.
+        # The two ends of a message count it by numbers of their own, which cannot be compared.
         return not call.is_p2p and self._newest.get((call.group, rank), 0) >= call.number
 
 

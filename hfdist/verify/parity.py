@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from hfdist.collectives import on_rank_zero, rank
-from hfdist.config.composition.compose import to_yaml
+from hfdist.config.composition.config_text import to_yaml
 from hfdist.config.model import Dtype
 from hfdist.config.optimizer import OptimizerName
 from hfdist.config.run import RunConfig

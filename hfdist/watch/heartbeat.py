@@ -72,7 +72,7 @@ def as_tuple(kind: type[Read], values: Sequence[object]) -> Read:
 
 @cache
 def _types_of(kind: type[NamedTuple]) -> list[type]:
-    # What a list holds is not checked.
+    # `isinstance` takes no list[int]: what a list holds is for the caller to check.
     return [list if get_origin(hint) is list else hint for hint in get_type_hints(kind).values()]
 
 

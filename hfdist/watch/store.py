@@ -124,7 +124,7 @@ class Store:
 
         Args:
             own: this rank's.
-            verdict: that of rank 0, on it.
+            verdict: on rank 0, its verdict.
             beat_seconds: seconds between two beats.
             asks_each: on rank 0, whether it wants to hear of each rank.
 
@@ -160,7 +160,7 @@ class HostedStore:
     """What a rank serves to those below it, by a thread of its own, which answers every beat with what rank 0 says.
 
     Args:
-        below: gets what comes.
+        below: what is told all that comes.
         world_size: number of ranks.
         token: known to the ranks of this run.
         host: address at which this process listens.
@@ -171,7 +171,7 @@ class HostedStore:
         self._below = below
         self._most_bytes = _MOST_BYTES + _MOST_BYTES_OF_EACH * world_size
         self.publish(Answer(below.of_rank_0))
-        # All ranks come at once.
+        # All ranks come at once, and count as strangers first.
         door = Door(self.token, self._hear, most_strangers=MOST_STRANGERS + 2 * world_size)
         self._served = DoorThread(door, listen(host, 0), "watch-store")
         self.port = self._served.port
@@ -268,7 +268,7 @@ class JoinedStore:
             # While this one was being made.
             self.close()
             raise ConnectionAbortedError("this rank leaves")
-        # To rank 0, a link that comes back goes on where it was: who is lost is for others to judge, by the clock.
+        # The link to rank 0 has no limit: it may come back. The thread that judges finds a lost rank 0 by the clock.
         self._connection.settimeout(None if place == len(self._above) - 1 else self._patience_seconds)
 
 

@@ -7,10 +7,11 @@ from collections.abc import Mapping, Sequence
 from hfdist.config.composition.aliases import override_for, reason_against
 from hfdist.config.composition.options import defaults_line, overrides_in_yaml
 from hfdist.config.composition.other_trainers import VALUES
-from hfdist.config.composition.overrides import COMMAND_LINE, in_yaml
+from hfdist.config.composition.path_overrides import in_yaml
 from hfdist.config.composition.quantities import read_quantity
 from hfdist.config.composition.request import Request
 from hfdist.config.likely_keys import likely_keys
+from hfdist.config.override_text import COMMAND_LINE
 from hfdist.config.plain_values import accepts_text
 from hfdist.config.schema import find_key, members, unknown_keys
 from hfdist.errors import ConfigError, nearest
@@ -86,7 +87,7 @@ def _hint_for_section(key: str, request: Request) -> str | None:
     option = request.value_in_file(key)
     if leaf in groups[section]:
         if isinstance(option, str):
-            # A path, such as that of `data: {files: train.jsonl}`.
+            # The value is a path, as in `data: {files: train.jsonl}`, and chooses no option.
             return None
         option = leaf
     return f"`{defaults_line(section, option)}` in the defaults list" if option in groups[section] else None
@@ -117,7 +118,7 @@ def _hint_of_source(key: str, text: str) -> str | None:
         source = "hub" if leaf in ("subset", "split", "revision") else "files"
         return f"data={source} data.sources.{source}.{leaf}={text}"
     if section.startswith("data.sources.") and leaf == "type":
-        # As axolotl calls the format.
+        # Axolotl calls the format `type`.
         return f"{section}.format={VALUES['data.format'].get(text, text)}"
     return None
 

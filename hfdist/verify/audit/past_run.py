@@ -50,8 +50,8 @@ def open_past_run(folder: Path, config: RunConfig, others: Mapping[Path, RunConf
     """Open what is needed, in the order in which mistakes are cheapest to find.
 
     Args:
-        folder: of a run.
-        config: of it.
+        folder: the run's folder.
+        config: the run's config.
         others: folders and configs of the islands with which it has read one stream.
 
     Raises:

@@ -14,7 +14,7 @@ from hfdist.verify.audit.exactly_once import Audit
 from hfdist.verify.audit.past_run import PastRun, batches_of_steps
 
 _MANY_RECORDS = 2**20
-"""From here on, other processes save more time than their start takes."""
+"""Records of a ledger from which on other processes save more time than their start takes."""
 
 
 def prove_once(run: PastRun, *, processes: int | None = None) -> Iterator[str]:

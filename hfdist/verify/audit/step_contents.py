@@ -26,9 +26,9 @@ def describe_step(run: PastRun, step: int, *, shows_all_text: bool) -> Iterator[
     """Describe what the sequences of an optimizer step were made of; gives lines for a terminal.
 
     Args:
-        run: that took the step.
-        step: the first is 1.
-        shows_all_text: of each piece; else how it begins.
+        run: the run that took the step.
+        step: number of the step; the first is 1.
+        shows_all_text: whether all text of each piece is shown, and not only how it begins.
 
     Raises:
         ConfigError: the ledger does not hold that step.

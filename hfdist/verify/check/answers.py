@@ -143,7 +143,7 @@ class Checker:
             raise _Untried(error) from error
         found = self._steps(config, small, processes)
         if config.adapter.is_used:
-            # It trains; with other weights than the whole model.
+            # It trains other weights than the whole model, so that there is nothing to compare.
             return
         worst = largest_difference(found, whole)
         if worst > BOUND:
