@@ -85,13 +85,13 @@ def find_stalled(heard: Mapping[int, PeerState], heartbeat_seconds: float) -> Di
     # Marks of one that skipped a collective are ahead of those that wait in it: then who is in none comes first.
     busy = {rank: beat for rank, beat in beats.items() if beat.waits_in is None} or beats
     fewest = min(beat.marks for beat in busy.values())
-    behind = {rank: one for rank, one in here.items() if rank in busy and one.beat.marks == fewest}
-    waiting = [rank for rank in beats if rank not in behind]
-    verb = "has" if len(behind) == 1 else "have"
+    last = {rank: one for rank, one in here.items() if rank in busy and one.beat.marks == fewest}
+    waiting = [rank for rank in beats if rank not in last]
+    verb = "has" if len(last) == 1 else "have"
     since = f"which {verb} made no progress for {idle_seconds:.1f} s"
     if not waiting:
-        return Diagnosis(f"{_places(behind)} wait for each other: no progress for {idle_seconds:.1f} s{_where(beats)}")
-    return Diagnosis(f"{_waiting(here, behind)} {_places(behind)}, {since}{_where(beats)}")
+        return Diagnosis(f"{_places(last)} wait for each other: no progress for {idle_seconds:.1f} s{_where(beats)}")
+    return Diagnosis(f"{_waiting(here, last)} {_places(last)}, {since}{_where(beats)}")
 
 
 def name_ranks(ranks: Collection[int]) -> str:

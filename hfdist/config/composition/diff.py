@@ -64,7 +64,7 @@ class Change(NamedTuple):
 
 
 def find_changes(before: Mapping[str, object], after: Mapping[str, object]) -> list[Change]:
-    """Compare two configs, each as `compose.to_values` gives them.
+    """Compare two configs, each as `config_text.to_values` gives them.
 
     A key that one of them lacks, as a config from before there was the key does, counts as its default; else as null.
     """
@@ -88,7 +88,7 @@ def find_changes(before: Mapping[str, object], after: Mapping[str, object]) -> l
 
 
 def changes_since(folder: RunFolder, values: Mapping[str, object]) -> list[Change] | None:
-    """Compare a config, as `compose.to_values` gives it, with that in a run's folder; None: that cannot be read."""
+    """Compare a config, as `config_text.to_values` gives it, with that in a run's folder; None: that cannot be read."""
     try:
         refuse_references(folder.config)
         before = to_values(compose_config(name=folder.config.stem, extra_dir=folder.path))
