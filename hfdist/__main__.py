@@ -83,7 +83,7 @@ def _command_for(name: str, arguments: list[str]) -> str | None:
     """Give the command for a name that other programs have, or that holds one of hfdist's; None: it is not known."""
     if name.endswith((".yaml", ".yml")):
         return f"hfdist run {shlex.quote(name)}"
-    # Such as `train_dpo`.
+    # `train_dpo` holds the name of a task.
     parts = [re.sub("[-_]", "", name), *re.split("[-_]", name)]
     part = next((part for part in parts if part in NAMES), None)
     if part is not None:
@@ -110,7 +110,7 @@ def _read_name(words: list[str]) -> tuple[str, list[str]]:
 def _call(name: str, arguments: list[str], recipes: dict[str, Path]) -> None:
     without_multirun = [argument for argument in arguments if argument not in _MULTIRUN]
     if name in RECIPES and without_multirun != arguments:
-        # As Hydra's users expect.
+        # Users of Hydra expect a run for each combination.
         name, arguments = "sweep", ["sweep=grid", f"recipe={name}", *without_multirun]
     sys.argv = [f"{sys.argv[0]} {name}", *arguments]
     beside = recipes[name].parents[1]

@@ -59,7 +59,7 @@ def do_apart(do: Callable[[], object], *, where: str, found: object, limits: Lim
     limits = limits or Limits()
     reader, writer = os.pipe()
     with warnings.catch_warnings():
-        # Of a fork beside threads: it takes none of their locks.
+        # Python warns of a fork beside threads; this one takes none of their locks.
         warnings.simplefilter("ignore")
         pid = os.fork()
     if pid == 0:
@@ -80,7 +80,7 @@ def do_apart(do: Callable[[], object], *, where: str, found: object, limits: Lim
         if number == signal.SIGXCPU:
             what = f"reading it takes more than {limits.cpu_seconds} CPU seconds"
         elif number == signal.SIGKILL:
-            # Also where the kernel was out of memory.
+            # The parent kills it after its time, and the kernel kills it when memory runs out.
             what = f"reading it takes more than {limits.wall_seconds:.0f} s, or more memory than there is"
         raise ConfigError(what, where=where, found=found, hint=_DAMAGED)
 
@@ -132,7 +132,7 @@ def _be_child(do: Callable[[], object], writer: int, limits: Limits) -> NoReturn
     finally:
         with suppress(BaseException):
             os.write(writer, json.dumps(answer).encode())
-        # Without what belongs to its parent.
+        # The exit functions and buffers that it would run and flush belong to its parent.
         os._exit(0)
 
 

@@ -71,7 +71,7 @@ def is_planned(group: dist.ProcessGroup | None = None) -> bool:
 
 def broadcast(tensor: torch.Tensor, group: dist.ProcessGroup) -> None:
     """Give all ranks of a group what the first has. In place; the tensor is contiguous."""
-    # Not each backend knows truth values.
+    # Some backends know no truth values.
     dist.broadcast(tensor.view(torch.uint8) if tensor.dtype is torch.bool else tensor, group=group, group_src=0)
 
 

@@ -36,7 +36,7 @@ ON_DEMAND = "gloo_on_demand"
 
 _machines: dict[dist.ProcessGroup, list[list[int]]] = {}
 _control_groups: dict[dist.ProcessGroup, ControlGroup] = {}
-"""That of the training, by the default group."""
+"""The control group of the thread that trains, by the default group."""
 
 
 def control_group() -> ControlGroup | None:
@@ -144,7 +144,11 @@ class ControlGroup:
     def swap(self, texts: Sequence[bytes]) -> list[bytes]:
         """Give what each rank has for this one, in order of rank; `texts`: one for each rank.
 
-        A leader carries the texts from and to its whole machine.
+        A leader carries the texts from and to its whole machine. With ranks 0, 1 on a machine and 2, 3 on another:
+
+            rank 1    0>  1>  2>  3>       its texts, to its leader
+            rank 0    0>2 1>2 | 0>3 1>3    what it sends to the leader of 2 and 3: each rank's texts for these
+            rank 2    0>3 1>3 2>3 3>3      what it gives rank 3, in the order of the senders
         """
         self._settle()
         if len(self.machines) == 1:
@@ -154,8 +158,8 @@ class ControlGroup:
         from_machine = swap_texts([_join(texts), *nothing[1:]], self._machine)
         to_machine = nothing
         if self._leaders is not None:
-            split = [_split(of_rank) for of_rank in from_machine]
-            sent = [_join([_join([of_rank[to] for to in ranks]) for of_rank in split]) for ranks in self.machines]
+            senders_here = [_split(of_sender) for of_sender in from_machine]
+            sent = [_join(_texts_for(ranks, senders_here)) for ranks in self.machines]
             by_sender = dict[int, list[bytes]]()
             for ranks, of_machine in zip(self.machines, swap_texts(sent, self._leaders), strict=True):
                 by_sender |= zip(ranks, map(_split, _split(of_machine)), strict=True)
@@ -274,6 +278,11 @@ def _find_largest(values: torch.Tensor, group: dist.ProcessGroup) -> None:
             work.wait()
         torch.maximum(values, heard, out=values)
         distance *= 2
+
+
+def _texts_for(ranks: Sequence[int], by_sender: Sequence[Sequence[bytes]]) -> list[bytes]:
+    """Give what each sender has for these ranks, joined; a sender has a text for every rank."""
+    return [_join([of_sender[to] for to in ranks]) for of_sender in by_sender]
 
 
 def _join(texts: Sequence[bytes]) -> bytes:

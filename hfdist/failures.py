@@ -10,7 +10,7 @@ from random import SystemRandom
 # EFBIG: a limit of the process, or of the file system, for the size of one file.
 _FULL_DISK = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _NETWORK = (errno.ENETDOWN, errno.ENETUNREACH, errno.EHOSTDOWN, errno.EHOSTUNREACH)
-# Of libraries that need not be installed: aiohttp, botocore, httpx.
+# By name, since these libraries need not be installed: aiohttp, botocore, httpx.
 _NETWORK_ERRORS = {"ClientError", "HTTPClientError", "TransportError"}
 
 

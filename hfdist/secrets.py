@@ -28,7 +28,7 @@ _SHAPES = {
     "a header that authorizes": r"(?i:\bauthorization['\"]?\s*[:=]\s*['\"]?(?:basic|bearer|token)\s+[^\s,}\]'\"*]+"
     r"|\bbearer\s+(?=\S*\d)[\w.~+/-]{16,}=*)",
     "the address of a webhook": r"(?<=hooks\.slack\.com/services/)[\w/]{20,}|(?<=/api/webhooks/)\d+/[\w-]{20,}",
-    # Up to the last @ before a path: passwords hold some, too.
+    # It ends at the last @ before a path: passwords hold some, too.
     "a user or password": rf"(?<=://)(?:[^\s/?#]+|{RAW_PASSWORD})(?=@)",
     "a signature or password": r"(?i:(?<=[?&])(?:x-(?:amz|goog)-(?:signature|security-token|credential)|awsaccesskeyid"
     r"|key-pair-id|policy|signature|sig|token|access_token|auth|key|api_?key|secret|password)=[^\s&#]*)",

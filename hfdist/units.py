@@ -9,7 +9,7 @@ SECONDS_PER_HOUR = 3600
 _KWH = ((1e3, "MWh"), (1.0, "kWh"), (1e-3, "Wh"), (1e-6, "mWh"))
 _GRAMS = ((1e6, "t"), (1e3, "kg"), (1.0, "g"), (1e-3, "mg"))
 _LEAST = 0.001
-"""The smallest number that is shown, in the smallest unit; below, only that it is less."""
+"""The smallest number that is shown, in the smallest unit; of one below only that it is less."""
 
 
 def energy(kwh: float) -> str:
@@ -26,7 +26,8 @@ def money(amount: float, currency: str) -> str:
     """Give money, such as `1.05 EUR`."""
     if 0 < amount < 0.005:
         return f"less than 0.01 {currency}"
-    return f"{f'{amount:,.{0 if amount >= 1000 else 2}f}'.removesuffix('.00')} {currency}"
+    text = f"{amount:,.0f}" if amount >= 1000 else f"{amount:,.2f}".removesuffix(".00")
+    return f"{text} {currency}"
 
 
 def _in_unit(value: float, units: Sequence[tuple[float, str]]) -> str:
@@ -52,19 +53,22 @@ def energy_unit(most_kwh: float) -> tuple[float, str]:
 
 def short(value: float) -> str:
     """Give a number with about three digits, such as `1.23 M` or `0.0453`."""
-    size = abs(value)
-    for unit, word in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e4, "k")):
-        if size >= unit:
-            factor = 1e3 if word == "k" else unit
-            return f"{_digits(value / factor)} {word}"
-    if size >= 1000:
+    magnitude = abs(value)
+    for unit, word in ((1e12, "T"), (1e9, "B"), (1e6, "M")):
+        if magnitude >= unit:
+            return f"{_digits(value / unit)} {word}"
+    if magnitude >= 1e4:
+        return f"{_digits(value / 1e3)} k"
+    if magnitude >= 1000:
         return f"{value:,.0f}"
-    return f"{value:.3g}" if 0 < size < 1e-3 else _digits(value)
+    return f"{value:.3g}" if 0 < magnitude < 1e-3 else _digits(value)
 
 
 def _digits(value: float) -> str:
-    size = abs(value)
-    decimals = 0 if size >= 100 or value % 1 == 0 else 1 if size >= 10 else 2 if size >= 1 else 4
+    magnitude = abs(value)
+    if magnitude >= 100 or value % 1 == 0:
+        return f"{value:.0f}"
+    decimals = 1 if magnitude >= 10 else 2 if magnitude >= 1 else 4
     return f"{value:.{decimals}f}"
 
 
@@ -86,14 +90,15 @@ def duration(seconds: float) -> str:
 def size(num_bytes: float) -> str:
     """Give bytes, such as `1.6 MiB`."""
     for power, unit in ((4, "TiB"), (3, "GiB"), (2, "MiB"), (1, "KiB")):
-        if num_bytes >= 1024**power:
-            return f"{num_bytes / 1024**power:,.{0 if num_bytes >= 100 * 1024**power else 1}f} {unit}"
+        number = num_bytes / 1024**power
+        if number >= 1:
+            return f"{number:,.0f} {unit}" if number >= 100 else f"{number:,.1f} {unit}"
     return f"{num_bytes:,.0f} bytes"
 
 
 def share(value: float) -> str:
-    """Give a share from 0 to 1 in percent."""
-    return f"{100 * value:,.{0 if value >= 0.1 or value == 0 else 1}f} %"
+    """Give a share from 0 to 1 in percent, such as `52 %` or `3.1 %`."""
+    return f"{100 * value:,.0f} %" if value >= 0.1 or value == 0 else f"{100 * value:,.1f} %"
 
 
 def list_first(names: Iterable[object], most: int = 5) -> str:

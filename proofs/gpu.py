@@ -26,7 +26,8 @@ import torch
 from benchmarks.table import describe_run, last_said, markdown, write_section
 from hfdist.config.train import Precision
 from hfdist.records import RunFolder, read_lines
-from hfdist.verify.certificate import BOUNDS, Bounds, Row, compare_runs
+from hfdist.verify.certificate import BOUNDS, Bounds, Row
+from hfdist.verify.compare_runs import compare_runs
 
 ROOT = Path(__file__).resolve().parents[1]
 SECONDS_OF_ONE = 240

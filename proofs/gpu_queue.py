@@ -29,7 +29,8 @@ from benchmarks.table import MEASURED, markdown, write_section
 from hfdist.config.train import Precision
 from hfdist.records import RunFolder, read_lines
 from hfdist.records.lines import append_line
-from hfdist.verify.certificate import BOUNDS, compare_runs
+from hfdist.verify.certificate import BOUNDS
+from hfdist.verify.compare_runs import compare_runs
 from proofs.gpu import LARGE, OF_TUNING, ROOT, SMALL, run, run_folder
 
 NAME, PAGE = "gpu_lines.jsonl", "gpu.md"

@@ -30,7 +30,8 @@ from hfdist.data.stream.ledger import read_records
 from hfdist.errors import CheckpointError
 from hfdist.records import RunFolder, read_lines
 from hfdist.testing import run_ranks
-from hfdist.verify.audit.run import open_past_run, prove_once
+from hfdist.verify.audit.past_run import open_past_run
+from hfdist.verify.audit.run import prove_once
 from tests.distributed.processes import Life, Victim, assert_gone
 from tests.distributed.runs import SMALL, eval_losses, losses
 from tests.imports import import_all

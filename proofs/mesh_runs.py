@@ -21,7 +21,8 @@ from hfdist.data.packing.sequence import IGNORED
 from hfdist.errors import ConfigError
 from hfdist.strategies.base import Strategy
 from hfdist.testing import RankFailed, forget_parent, run_ranks
-from hfdist.verify.certificate import Bounds, Row, compare
+from hfdist.verify.certificate import Bounds, Row
+from hfdist.verify.compare_runs import compare
 from tests.zoo.models import tiny_model
 
 FIRST, MIDDLE, END = 1, 2, 5

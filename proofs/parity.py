@@ -15,7 +15,8 @@ import transformers
 
 from hfdist.config.strategy import Schedule
 from hfdist.config.train import Precision
-from hfdist.verify.certificate import BOUNDS, Row, compare_runs
+from hfdist.verify.certificate import BOUNDS, Row
+from hfdist.verify.compare_runs import compare_runs
 from tests.distributed.runs import pretrain
 from tests.imports import import_all
 

@@ -16,7 +16,9 @@ def main(request: AuditRequest, configs: dict[Path, RunConfig]) -> None:
     """Open the runs' data, ledgers and checkpoints, and print what was asked for."""
     # Imported here, so that --help and a misspelt key need no torch.
     from hfdist.processes.startup import reporting
-    from hfdist.verify.audit.run import describe_step, open_past_run, prove_once
+    from hfdist.verify.audit.past_run import open_past_run
+    from hfdist.verify.audit.run import prove_once
+    from hfdist.verify.audit.step_contents import describe_step
 
     first, *others = configs.items()
     with reporting("opening the data as the run did"):

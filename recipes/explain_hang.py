@@ -8,7 +8,7 @@ import json
 import sys
 
 from hfdist.config.cli.arguments import FLAG, as_command, find_run, read_arguments, read_flag
-from hfdist.config.composition.overrides import COMMAND_LINE
+from hfdist.config.override_text import COMMAND_LINE
 from hfdist.errors import ConfigError, printable
 from hfdist.records.run_folder import IN_RUN
 from hfdist.tools.explain_hang import explain

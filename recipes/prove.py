@@ -16,7 +16,8 @@ def main(config: RunConfig) -> None:
     """Train in the layout, again from a checkpoint, and on one process, and print a certificate."""
     # Imported here, so that --help and what the command has checked by now need no torch.
     with quick_imports():
-        from hfdist.verify.parity import conclude, prepare_proof
+        from hfdist.verify.parity import conclude
+        from hfdist.verify.proof_configs import prepare_proof
 
     proof = prepare_proof(config)
     kernels = train_small(proof.layout)
@@ -31,7 +32,7 @@ def train_small(config: RunConfig) -> str:
         What computed it.
     """
     from hfdist.run.summary import describe_kernels
-    from hfdist.verify.parity import use_small_model
+    from hfdist.verify.small_model import use_small_model
 
     run = prepare_run(config)
     run.find_model()

@@ -14,7 +14,7 @@ from benchmarks.growth.traffic import socket_bytes
 from hfdist.collectives import rank
 from hfdist.control_group import ControlGroup
 from hfdist.messages.message import write_message
-from hfdist.watch.diagnosis import Heartbeat, PeerState
+from hfdist.watch.heartbeat import Heartbeat, PeerState
 from hfdist.watch.store import Store, read_told
 from hfdist.watch.tree import Below, Digest, find_parents
 

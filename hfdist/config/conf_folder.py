@@ -25,6 +25,11 @@ def list_options(folder: Path, group: str) -> list[str]:
     return sorted(path.stem for path in (folder / group).glob("*.yaml") if not path.name.startswith("_"))
 
 
+def groups_with(folder: Path, option: str) -> list[str]:
+    """Give the groups in a folder that have an option of this name."""
+    return [group for group in list_groups(folder) if option in list_options(folder, group)]
+
+
 def list_groups(folder: Path) -> list[str]:
     """Give the names of the groups in a folder, without Hydra's own, and those whose names begin with `_`."""
     hidden = (*NOT_GROUPS, "hydra")

@@ -20,8 +20,8 @@ CPU = "cpu"
 """The name of this machine without its GPUs: nothing is read, all is measured."""
 _GROUP = "hardware"
 _KEY = "plan.hardware"
-# Of a part of a device, or of one that runs slower than the name says.
 _LESS = re.compile(r"MIG|GRID|LAPTOP|MAX|\d+[ABCQ]")
+"""Words in the name of a part of a device, or of one that runs slower than the rest of the name says."""
 _GIB, _TERA, _GIGA, _MICRO = 2.0**30, 1e12, 1e9, 1e-6
 START_SECONDS = 8.4e-6
 """Seconds of a collective on GPUs before its first hop: NCCL's own estimate, as those of hops below."""
@@ -69,7 +69,7 @@ class Hardware:
 
     @property
     def device_type(self) -> str:
-        """As torch has it: `cpu` or `cuda`."""
+        """The device's type in torch: `cpu` or `cuda`."""
         return "cpu" if self.is_cpu else "cuda"
 
     @property
@@ -101,17 +101,17 @@ class Hardware:
 
     @property
     def bytes_per_second(self) -> float:
-        """Read from and written to the memory of a device."""
+        """Bytes a second that a device reads from and writes to its memory."""
         return self.memory_gb_per_second * _GIGA
 
     @property
     def host_bytes_per_second(self) -> float:
-        """Read from and written to the memory of the host, by each device's process at the same time."""
+        """Bytes a second of the host's memory that each process has while all of them read and write."""
         return self.host_gb_per_second * _GIGA
 
     @property
     def kernel_seconds(self) -> float:
-        """To start one operation."""
+        """Seconds to start one operation."""
         return self.kernel_us * _MICRO
 
     def link(self, *, crosses_machines: bool) -> tuple[float, float]:
@@ -130,7 +130,7 @@ def read_hardware(name: str, own: Path | None = None) -> Hardware:
     """Read what a device can do.
 
     Args:
-        name: of a file in a folder `hardware`, or the path of a file.
+        name: the name of a file in a folder `hardware`, or the path of a file.
         own: a folder of the user's own, laid out as `conf/`, whose files win.
 
     Raises:
@@ -154,9 +154,9 @@ def match_device(device: str, own: Path | None = None) -> Hardware | None:
     words = set(re.findall(r"\w+", device.upper()))
     if any(_LESS.fullmatch(word) for word in words):
         return None
-    fitting: list[tuple[int, Path]] = []
+    fitting: list[tuple[int, Path]] = []  # number of words, and the file
     for path in _section().options(own).values():
-        # All is checked only of the one that fits.
+        # Only the names are read here: the file that fits is checked whole.
         names = read_config(path).get("devices") or []
         listed = [set(str(one).upper().split()) for one in names]
         fitting += [(len(one), path) for one in listed if one <= words]

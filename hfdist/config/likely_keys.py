@@ -9,7 +9,7 @@ from hfdist.errors import nearest
 _MOST_LIKELY = 3
 """Most keys that are named."""
 _MOST_LETTERS = 2
-"""By how many letters a slip of the pen makes a word longer or shorter."""
+"""Most letters by which a slip of the pen makes a word longer or shorter."""
 
 
 def nearest_key(name: str) -> str | None:

@@ -115,7 +115,7 @@ class AdapterPart(Enum):
     mlp = "mlp"
     """Feed-forward layers that every token meets, shared experts too."""
     experts = "experts"
-    """Those of which a router chooses some for each token."""
+    """Feed-forward layers of which a router chooses some for each token."""
     routers = "routers"
 
 

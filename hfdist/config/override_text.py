@@ -10,6 +10,11 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, Quote, QuotedString
 from hydra.errors import HydraException
 
+COMMAND_LINE = "command line"
+"""The place of an override, in messages."""
+ALLOWED = "key=value or group=option"
+"""What an override may be, in messages."""
+
 
 def parse_override(text: str) -> Override:
     """Read `key=value` as Hydra does; HydraException: it is none, is nested too deeply, or has too long a number."""

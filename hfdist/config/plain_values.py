@@ -70,7 +70,7 @@ def from_plain(kind: type[T], values: object, name: str = "") -> T:
     Args:
         kind: the dataclass.
         values: JSON.
-        name: of the section, in messages.
+        name: the section's name, for messages.
 
     Raises:
         ConfigError: a key that it does not have, or a value that the key does not take.

@@ -14,7 +14,7 @@ DAY_SECONDS = 86_400.0
 
 @dataclass(frozen=True)
 class Limit:
-    """A test of one value, and the words for what it allows."""
+    """A test of one value, and what it allows, in words."""
 
     allowed: str
     accepts: Callable[[Any], bool]
@@ -26,7 +26,7 @@ def limited(
     at_least: float | None = None,
     above: float | None = None,
     at_most: float | None = None,
-) -> Any:
+) -> Any:  # as of `dataclasses.field`: what stands right of a field of any type
     """Declare a dataclass field whose number must lie in a range; NaN and infinity never do."""
     words = [
         f"{sign} {bound:g}" for sign, bound in ((">=", at_least), (">", above), ("<=", at_most)) if bound is not None
@@ -34,7 +34,7 @@ def limited(
 
     def accepts(value: float) -> bool:
         return (
-            # Whole numbers have no limit of their own, and no float is as large as some.
+            # False for NaN and infinity, and for a whole number that is larger than any float.
             abs(value) <= sys.float_info.max
             and (at_least is None or value >= at_least)
             and (above is None or value > above)

@@ -15,7 +15,7 @@ _ADAPTER_FACTOR = 10
 def default_learning_rate(config: RunConfig) -> float:
     """Give the peak learning rate of a run that says none."""
     rate = config.task.name.traits.learning_rate
-    # Two digits: no 9.999999e-06.
+    # Rounded to two digits, as 9.999999e-06 is nobody's rate.
     return float(f"{rate * (_ADAPTER_FACTOR if config.adapter.is_used else 1):.1e}")
 
 

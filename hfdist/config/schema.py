@@ -102,7 +102,7 @@ def members(name: str) -> list[str]:
     return [key.leaf for key in all_keys().values() if key.name == prefix + key.leaf]
 
 
-def unknown_keys(values: Mapping[object, object], prefix: str = "") -> Iterator[tuple[str, object]]:
+def unknown_keys(values: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, object]]:
     """Give the full name and value of each member that the dataclasses do not know."""
     for leaf, value in values.items():
         name = f"{prefix}{leaf}"

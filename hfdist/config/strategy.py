@@ -196,12 +196,12 @@ class StrategyConfig:
         return Topology.of(replace(self.mesh, data=data), rank=place.rank, local_rank=place.local_rank)
 
 
-def _check_divides(axis: str, degree: int, number: int, of: str, what: str) -> None:
+def _check_divides(axis: str, degree: int, number: int, of_what: str, problem: str) -> None:
     if number % degree != 0:
         fitting = [d for d in range(1, number + 1) if number % d == 0]
         allowed, hint = ", ".join(map(str, fitting)), f"strategy.{axis}={max(d for d in fitting if d <= degree)}"
-        found = f"{degree} with {number} {of}"
-        raise ConfigError(what, where=f"strategy.{axis}", found=found, allowed=allowed, hint=hint)
+        found = f"{degree} with {number} {of_what}"
+        raise ConfigError(problem, where=f"strategy.{axis}", found=found, allowed=allowed, hint=hint)
 
 
 def _wrong_world_size(strategy: StrategyConfig, world_size: int) -> ConfigError:

@@ -85,8 +85,8 @@ def compose_sweep(name: str, overrides: Sequence[str], own: Path | None) -> Swee
     """Merge overrides such as `sweep.trials=50` over a preset, and check them.
 
     Args:
-        name: of the preset.
-        overrides: of the command line.
+        name: the name of the preset.
+        overrides: the overrides of the command line.
         own: a folder of the user's, laid out as `conf/`.
 
     Raises:

@@ -207,53 +207,19 @@ class Traits:
 _PAIR_KEYS = ("loss", "beta", "label_smoothing", "margin", "nll_weight")
 _REFERENCE_KEYS = ("ref_model_sync_steps", "ref_model_mixup_alpha")
 _ANSWER_KEYS = (
-    "loss",
-    "beta",
-    "num_generations",
-    "max_new_tokens",
-    "temperature",
-    "top_k",
-    "top_p",
-    "rewards",
-    "reward_model",
+    "loss", "beta", "num_generations", "max_new_tokens", "temperature", "top_k", "top_p", "rewards", "reward_model",
     *_REFERENCE_KEYS,
-)
+)  # fmt: skip
 _POLICY_KEYS = (
-    *_ANSWER_KEYS,
-    "clip",
-    "clip_high",
-    "delta",
-    "off_policy_mask_threshold",
-    "mask_truncated",
-    "generators",
-    "max_staleness",
-    "sync_every",
-    "answer_seconds",
-    "generators_port",
-    "generators_host",
-    "server",
-    "server_addresses",
-    "server_key_variable",
-    "environment",
-    "environment_url",
-    "environment_seconds",
-    "max_turns",
-)
+    *_ANSWER_KEYS, "clip", "clip_high", "delta", "off_policy_mask_threshold", "mask_truncated", "generators",
+    "max_staleness", "sync_every", "answer_seconds", "generators_port", "generators_host", "server", "server_addresses",
+    "server_key_variable", "environment", "environment_url", "environment_seconds", "max_turns",
+)  # fmt: skip
 
 _REFERENCE_LOSSES = (
-    TaskLoss.sigmoid,
-    TaskLoss.sigmoid_norm,
-    TaskLoss.robust,
-    TaskLoss.exo_pair,
-    TaskLoss.hinge,
-    TaskLoss.ipo,
-    TaskLoss.nca_pair,
-    TaskLoss.bco_pair,
-    TaskLoss.sppo_hard,
-    TaskLoss.discopop,
-    TaskLoss.apo_zero,
-    TaskLoss.apo_down,
-)
+    TaskLoss.sigmoid, TaskLoss.sigmoid_norm, TaskLoss.robust, TaskLoss.exo_pair, TaskLoss.hinge, TaskLoss.ipo,
+    TaskLoss.nca_pair, TaskLoss.bco_pair, TaskLoss.sppo_hard, TaskLoss.discopop, TaskLoss.apo_zero, TaskLoss.apo_down,
+)  # fmt: skip
 """Losses of a pair that is compared with a reference."""
 
 TRAITS = {
@@ -550,7 +516,7 @@ class TaskConfig:
     scale_rewards: bool | str = field(default=True, metadata={LIMIT: _SCALES})
     """grpo: whether advantages are divided by a standard deviation of rewards, in the losses that do so.
 
-    batch: by that of all rewards of a step, in place of the loss's own.
+    With batch, that of all rewards of a step takes the place of the loss's own.
     """
     clip: float | None = limited(0.2, above=0)
     """grpo, rloo, ppo: how far a ratio of new to old probabilities may lie from 1 and count fully; null: the loss's.

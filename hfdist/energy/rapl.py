@@ -7,8 +7,8 @@ from pathlib import Path
 from hfdist.energy.meter import Meter, Source
 
 POWERCAP = Path("/sys/class/powercap")
-# A counter goes round after a quarter of an hour under full load.
 _SAMPLE_SECONDS = 30.0
+"""Seconds between two readings: a counter starts again from 0 after a quarter of an hour under full load."""
 
 
 class Rapl(Meter):

@@ -12,9 +12,9 @@ from hfdist.environments.environment import Environment, ToolError
 _LONGEST = 200
 """Characters of an expression."""
 _MOST_BITS = 2_000
-"""Of a numerator or denominator: arithmetic of longer ones takes long."""
+"""Bits of a numerator or denominator: arithmetic of longer ones takes long."""
 _MOST_DIGITS = 30
-"""Of a result that is no whole number; later ones are cut off."""
+"""Digits that are shown of a result that is no whole number."""
 _OPERATIONS: Mapping[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,

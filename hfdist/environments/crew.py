@@ -1,4 +1,4 @@
-"""Threads that call environments beside each other, each call within a time. A call that hangs is given up.
+"""Threads that call environments side by side, each call within a time. A call that hangs is given up.
 
 Python cannot end a thread. So one that hangs is left, another takes its place, and there is a limit of such.
 """
@@ -19,6 +19,7 @@ _MOST_LOST = 64
 _LOOK_SECONDS = 0.05
 """Seconds between looks for calls that take too long."""
 _END_SECONDS = 1.0
+"""Seconds for which the end of an idle thread is waited for."""
 
 
 class HangsError(Exception):
@@ -73,7 +74,7 @@ class Crew(Generic[Value]):
         found: list[tuple[int, Value | BaseException]] = []
         end = time.monotonic() + patience_seconds
         while self._awaited:
-            # Those that are there are taken, however short the patience is.
+            # Results that are there already are taken, however short the patience is.
             pause = max(0.0, min(_LOOK_SECONDS, end - time.monotonic()))
             try:
                 job = self._ended.get(timeout=pause) if pause else self._ended.get_nowait()

@@ -27,7 +27,7 @@ class Step(NamedTuple):
     observation: str | None
     """What the model reads next; at the end it may be None."""
     reward: float = 0.0
-    """Is added to the reward of the episode; finite."""
+    """Finite; it is added to the reward of the episode."""
     done: bool = False
     """Whether the episode ends here."""
 

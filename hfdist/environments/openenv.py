@@ -11,13 +11,16 @@ from __future__ import annotations
 import json
 import math
 from contextlib import ExitStack, suppress
-from typing import Any
+from typing import TYPE_CHECKING
 
 from hfdist.environments.environment import Environment, Row, Step
 from hfdist.messages.message import MOST_BYTES, Message, NotAMessageError, read_message
 
+if TYPE_CHECKING:
+    from websockets.sync.client import ClientConnection
+
 _MOST_SEED = 2**31
-"""Seeds of numpy and gym have 32 bits."""
+"""Seeds lie below it: those of numpy and gym have 32 bits."""
 
 
 class OpenEnv(Environment):
@@ -31,15 +34,15 @@ class OpenEnv(Environment):
     def __init__(self, url: str, seconds: float) -> None:
         self._url, self._seconds = url, seconds
         self._connection = ExitStack()
-        self._socket: Any = None
+        self._socket: ClientConnection | None = None
 
     def knock(self) -> None:
-        """Connect, and leave: whatever a server that cannot be reached raises comes out."""
+        """Connect, and leave; what is raised where the server cannot be reached is raised."""
         self._connect()
         self.close()
 
     def _connect(self) -> None:
-        # Here: it is an extra. Proxies of the environment are not used: the config alone says who is spoken to.
+        # Imported here: it is an extra. No proxies of the environment: the config alone says who is spoken to.
         from websockets.sync.client import connect
 
         connection = connect(self._url, proxy=None, open_timeout=self._seconds, close_timeout=1, max_size=MOST_BYTES)
@@ -61,12 +64,16 @@ class OpenEnv(Environment):
     def close(self) -> None:
         """End the session."""
         if self._socket is not None:
-            # It may be the connection that has failed.
+            # The session may end because its connection has failed.
             with suppress(Exception), self._connection:
                 self._socket.send(json.dumps({"type": "close"}))
 
-    def _ask(self, kind: str, data: dict[str, Any]) -> Step:
-        """Send a message and read the answer; a late one would be taken for the next, so that any error ends all."""
+    def _ask(self, kind: str, data: dict[str, object]) -> Step:
+        """Send a message and read the answer.
+
+        Any error ends the episode: an answer that comes late would be taken for the next one.
+        """
+        assert self._socket is not None  # `reset` has connected
         self._socket.send(json.dumps({"type": kind, "data": data}))
         answer = self._socket.recv(timeout=self._seconds)
         message = read_message(answer if isinstance(answer, bytes) else answer.encode(), MOST_BYTES)

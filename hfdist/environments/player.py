@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from hfdist.environments.environment import Environment, Row, Step
 from hfdist.environments.registry import Factory
@@ -73,8 +73,8 @@ class Player:
         return Reply([], done=True)
 
 
-def _read(given: Any) -> Step:
-    """Check what `step` gives."""
+def _read(given: object) -> Step:
+    """Check what `step` gives; FaultError: it is no step."""
     allowed = "(observation: str | None, reward: a finite number, done: bool)"
     if not isinstance(given, tuple) or len(given) != 3:
         raise FaultError(f"step gives {given!r:.80}, and not {allowed}")
@@ -87,7 +87,8 @@ def _read(given: Any) -> Step:
     return Step(observation, reward, done)
 
 
-def _observed(role: str, text: Any, name: str = "") -> Turn:
+def _observed(role: str, text: object, name: str = "") -> Turn:
+    """Give what the model reads next; FaultError: it is no text, or too long."""
     if not isinstance(text, str):
         raise FaultError(f"an observation is no text: {text!r:.80}")
     _check_size(text)

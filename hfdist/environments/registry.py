@@ -42,14 +42,16 @@ BUILT_IN: Mapping[str, type[Environment]] = MappingProxyType(
     {"calculator": Calculator, "code": Code, "guess": Guess, "openenv": OpenEnv, "reasoning_gym": ReasoningGym}
 )
 _PACKAGES = {"openenv": ("websockets", "'websockets>=15'"), "reasoning_gym": ("reasoning_gym", "reasoning-gym")}
-"""By name: the module that it needs besides hfdist's own, and its package."""
+"""The module that an environment needs besides hfdist's own, and its package, by the environment's name."""
 
 _TRIED: dict[int, Offer] = {}
-"""What is known of each factory, by its id: a run asks several times, and some environments are slow to make."""
+"""What each factory offers, by its id: a run asks several times, and some environments are slow to make.
+
+By id, as a package's factory may have no hash; an offer holds its factory, so that no other object gets the id."""
 
 
 def load_environment(task: TaskConfig) -> Offer:
-    """Find `task.environment`, import the package that offers it, and make one, once, for the list of its tools.
+    """Find `task.environment`, and make one to know its tools.
 
     Raises:
         ConfigError: no installed package offers it, a package is missing, what is offered makes no environment, or its
@@ -81,7 +83,7 @@ def _find(task: TaskConfig, name: str) -> Factory:
 
 
 def _try(factory: Factory, name: str) -> tuple[Schema, ...]:
-    """Make an environment, and describe its tools."""
+    """Make an environment, and describe its tools; ConfigError: either fails."""
     try:
         made: object = factory()
     except Exception as error:  # whatever a package raises

@@ -26,7 +26,7 @@ _TYPES: Mapping[str, tuple[type, ...]] = {
     "array": (list,),
     "object": (dict,),
 }
-"""What JSON schemas call the types."""
+"""Types of Python by the names that JSON schemas have for them."""
 
 Tool = Callable[..., object]
 Schema = dict[str, Any]
@@ -48,7 +48,7 @@ def describe_tools(tools: Sequence[Tool], *, where: str, found: str) -> list[Sch
 
     ConfigError, of the key `where` and its value `found`: a type hint or a line of a docstring is missing.
     """
-    # Here: it imports torch.
+    # Imported here: it imports torch.
     from transformers.utils.chat_template_utils import get_json_schema
 
     schemas = []

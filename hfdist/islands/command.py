@@ -12,7 +12,7 @@ import time
 
 from hfdist.config.cli.arguments import as_command, read_arguments, read_number
 from hfdist.config.cli.process_end import print_at_once
-from hfdist.config.composition.overrides import COMMAND_LINE
+from hfdist.config.override_text import COMMAND_LINE
 from hfdist.errors import ConfigError
 from hfdist.islands.server import IslandServer
 from hfdist.launch.address import LOOPBACK, find_route, is_loopback, listen

@@ -21,11 +21,11 @@ import psutil
 
 LOOPBACK = "127.0.0.1"
 WAIT_SECONDS = 300.0
-"""A name of Kubernetes is known once its pod has an address."""
+"""Seconds to wait for a name that is not known yet: Kubernetes knows one once its pod has an address."""
 _POLL_SECONDS = 2.0
 _REST_SECONDS = 0.1
 _ANY_PORT = 9
-"""Nothing is sent to it: connecting a UDP socket only chooses a route."""
+"""A port for finding a route. Nothing is sent to it: connecting a UDP socket only chooses a route."""
 _INTERNET = (socket.AF_INET, socket.AF_INET6)
 
 
@@ -129,7 +129,7 @@ def _look_up(host: str, port: int, kind: socket.SocketKind) -> tuple[socket.Addr
     try:
         family, *_, target = socket.getaddrinfo(host, port, type=kind)[0]
     except UnicodeError as error:
-        # Such as `a..b`.
+        # Python raises it for a name such as `a..b`.
         raise OSError(f"no host can have the name {host}") from error
     return family, target
 

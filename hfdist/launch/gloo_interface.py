@@ -21,7 +21,7 @@ logger = logging.getLogger(__name__)
 
 VARIABLE = "GLOO_SOCKET_IFNAME"
 _ANYWHERE = "192.0.2.1"
-"""An address in a block that nobody has: its route is the default one."""
+"""An address of a block that nobody has, and so its route is the default one."""
 
 
 def choose_gloo_interface() -> None:

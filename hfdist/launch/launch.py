@@ -134,10 +134,11 @@ def _passing_signals_on(told: list[int], processes: int) -> Iterator[list[thread
     """Pass signals on to the processes while the context is open.
 
     Args:
-        told: gets the exit code when a signal has come.
-        processes: how many are to be told.
+        told: gets the run's exit code, once a signal has come and all processes have ended.
+        processes: number of the processes that are to be told.
 
-    Gives a list; it is not empty once a signal has come before all processes had started.
+    Yields:
+        A list; it is not empty once a signal has come before all processes had started.
     """
     delayed: list[threading.Timer] = []
 

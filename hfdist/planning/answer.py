@@ -13,7 +13,8 @@ from hfdist.planning.machines import find_machines
 from hfdist.planning.make_plan import find_planned_architecture, make_plan
 from hfdist.planning.request import PlanRequest
 from hfdist.planning.searching.evaluate import Candidate, Machines
-from hfdist.planning.searching.search import fewest_processes, search
+from hfdist.planning.searching.fewest import fewest_processes
+from hfdist.planning.searching.search import search
 
 
 @dataclass(frozen=True, kw_only=True)

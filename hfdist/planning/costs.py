@@ -71,7 +71,7 @@ class AxisTraffic:
     """Traffic of one rank along one axis of the mesh in a step."""
 
     axis: str
-    """As `Topology` names it; `data` where ranks of all replicas take part."""
+    """The axis's name in `Topology`; `data` where ranks of all replicas take part."""
     sent_bytes: float
     """Bytes sent by one rank, as in a ring or a pairwise exchange: (n - 1) / n of the whole for a reduce-scatter."""
     calls: int

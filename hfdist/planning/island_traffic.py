@@ -32,7 +32,7 @@ def exchanged_elements(sizes: StepSizes, *, pipeline: int, expert: int, is_shard
     Small copies are left out: the norms that each tensor rank has.
 
     Args:
-        sizes: of the whole model.
+        sizes: the sizes of the whole model.
         pipeline: `strategy.pipeline`.
         expert: `strategy.expert`.
         is_sharded: whether ranks share out the optimizer's state.

@@ -155,7 +155,7 @@ def with_steps(plan: Plan, config: RunConfig, machines: Machines, max_steps: int
     if plan.hours is None:
         return plan
     cost, hardware = config.cost, machines.hardware
-    # Of a CPU the host is the device that has a price.
+    # Where ranks compute on CPUs, the device that has a price is the host.
     devices = math.ceil(plan.processes / machines.hardware.devices_per_machine) if hardware.is_cpu else plan.processes
     price = hardware.price_per_hour if cost.price_per_hour is None else cost.price_per_hour
     watts = _watts(config, machines, plan.processes)
@@ -170,7 +170,7 @@ def _measure(config: RunConfig, architecture: PreTrainedConfig, *, is_gpu: bool)
     """Give the sizes of the model and of a step, and what an adapter stands beside."""
     with torch.device("meta"):
         model = make_without_values(config.model, copy.deepcopy(architecture))
-        # Only what is trained has gradients to compute and to send.
+        # Chosen before sizes are measured: only what is trained has gradients to compute and to send.
         TrainableParameters.of(config).choose(model, seed=config.train.seed, layout=Partitioning())
     whole, tensor = stepped_whole(config.optimizer, model), config.strategy.tensor
     sizes = step_sizes(
@@ -244,7 +244,7 @@ def _kinds_of_places(config: RunConfig, architecture: PreTrainedConfig, strategy
         return range(topology.pipeline)
     with FakeTensorMode():
         model = make_without_values(config.model, copy.deepcopy(architecture))
-        # Of a pipeline, whose import takes time that other layouts save.
+        # A cast: to import the class takes time that other layouts save.
         kinds: list[Hashable] = cast("PipelineStrategy", strategy).kinds_of_places(model)
     return kinds
 

@@ -45,7 +45,7 @@ class RunRecorder:
 
     def __init__(self, run_dir: Path, layout: Mapping[str, object], processes: int) -> None:
         if (last := RunRecorder.of_process) is not None:
-            # A process that does one run after the other has come back from the last.
+            # A process that does one run after another has come to the end of the last one.
             last.end(0)
         # The working directory may change.
         self.run_dir = run_dir.absolute()
@@ -116,7 +116,7 @@ class RunRecorder:
                 close_record(folder.path, before, None, "it ended without a word", at=before.updated)
             self._count_on(before)
         events, known = RunFolder(self.run_dir).events, read_lines(folder.events)
-        # Of a start on this machine: this one, and those that the other folder does not know.
+        # What this machine alone has seen: this start, and earlier ones that the other folder does not know.
         new = [line for line in read_lines(events) if line not in known]
         for line in new:
             if line.get("start") == own:
@@ -146,8 +146,8 @@ def close_record(
 
     Args:
         run_dir: the run's folder.
-        record: of the start.
-        exit_code: of its process; None: nobody knows.
+        record: the record of the start.
+        exit_code: the exit code of its process; None: nobody knows.
         error: why, in a line of any length.
         at: when, as `utc_now` gives it; None: now.
     """

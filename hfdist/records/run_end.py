@@ -102,6 +102,6 @@ def _describe(error: BaseException) -> tuple[int, str | None]:
     if isinstance(error, SystemExit):
         if isinstance(error.code, int):
             return error.code, _error_of(error.code)
-        # None, or what Python prints in place of a code.
+        # None, or a text that Python prints in place of a code.
         return (0, None) if error.code is None else (1, str(error.code))
     return 1, named_line(error)

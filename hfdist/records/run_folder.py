@@ -87,5 +87,5 @@ IN_RUN = RunFolder(Path())
 
 def is_run_folder(text: str) -> bool:
     """Whether a word of a command line is the folder of a run."""
-    # Of a word that can be no path, this says no; pathlib raises.
+    # `os` says no to a word that can be no path; pathlib raises.
     return os.path.isfile(RunFolder(Path(text)).config)

@@ -44,8 +44,8 @@ class RunLock:
         self, run_dir: Path, *, beat_seconds: float = 5.0, silent_seconds: float = 20.0, dying_seconds: float = 10.0
     ) -> None:
         self._path = RunFolder(run_dir).lock
-        # Of the process, not of the opening: loader processes that outlive a killed rank must not keep it. Only this
-        # one descriptor may be opened here, since closing any other would give the lock away.
+        # The lock (`lockf`) is the process's, and not the open file's: loader processes that outlive a killed rank must
+        # not keep it. So no other descriptor of the file may be opened here: to close that would give the lock away.
         self._descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o644)
         try:
             self._take(beat_seconds, silent_seconds, dying_seconds)

@@ -13,9 +13,9 @@ class Turn(NamedTuple):
     role: str
     """assistant: the model; tool: a result of a tool; user: another observation."""
     text: str
-    """Without special tokens."""
+    """What it says, without special tokens."""
     name: str = ""
-    """The tool's."""
+    """The name of the tool."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -24,7 +24,7 @@ Steps = Sequence[tuple[int, float]]
 """Scores of the steps of a completion, in their order: the number of its characters up to the end of a step, and that
 step's score."""
 Score = Callable[[Sequence[Generation]], Sequence[float | Steps]]
-"""Gives one finite number for each generation, in their order, or the scores of its steps."""
+"""A function that gives one finite number for each generation, in their order, or the scores of its steps."""
 
 BUILT_IN: Mapping[str, Score] = MappingProxyType({"arithmetic": arithmetic, "overlong": overlong, **SANDBOXED})
 
@@ -69,7 +69,7 @@ class Reward:
 
 
 def _listed(scores: Any) -> list[Any] | None:
-    """Give scores as a list; None: they are none. A generator computes its scores only now."""
+    """Give scores as a list, which runs a generator function; None: they cannot be listed."""
     try:
         given = iter(scores)
     except TypeError:
@@ -82,7 +82,7 @@ def read_steps(value: object, num_characters: int) -> Steps | None:
 
     Args:
         value: as the reward gives it.
-        num_characters: of the completion, beyond which no step ends.
+        num_characters: the length of the completion, beyond which no step ends.
     """
     if isinstance(value, str | bytes) or not isinstance(value, Sequence) or len(value) > num_characters:
         return None
@@ -137,7 +137,7 @@ def load_rewards(
 
 
 def _name_in(given: object) -> str:
-    """Give a reward's name for a hint, from what was given in place of a mapping."""
+    """Give a reward's name for a hint, from a name, a list of names or a function in place of a mapping."""
     one = next(iter(given), "NAME") if isinstance(given, list | tuple | set) else given
     return one if isinstance(one, str) else getattr(one, "__name__", "NAME").strip("<>")
 

@@ -8,7 +8,7 @@ from functools import partial
 from pathlib import Path
 
 from hfdist.checkpoint import Keep
-from hfdist.config.composition.compose import to_values
+from hfdist.config.composition.config_text import to_values
 from hfdist.config.islands import IslandMethod
 from hfdist.config.run import RunConfig
 from hfdist.config.task import Head

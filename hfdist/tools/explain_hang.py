@@ -9,7 +9,8 @@ from pathlib import Path
 
 from hfdist.errors import PeerError
 from hfdist.records import RunFolder, RunRecord, State, read_run
-from hfdist.tools.hang_case import HangCase, Row, WaitingRanks
+from hfdist.tools.begun_collectives import WaitingRanks
+from hfdist.tools.hang_case import HangCase, Row
 from hfdist.tools.report.text import instant
 from hfdist.watch.diagnosis import name_ranks
 from hfdist.watch.requests import ASKED, request, withdraw

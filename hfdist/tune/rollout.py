@@ -47,7 +47,7 @@ from hfdist.tune.rollout_rows import (
 from hfdist.tune.sampler import answer_prompts, make_sampler
 from hfdist.tune.scoring import Scoring
 from hfdist.tune.step_rewards import differ, of_answers, of_steps
-from hfdist.watch.diagnosis import ACTING
+from hfdist.watch.heartbeat import ACTING
 
 if TYPE_CHECKING:
     from hfdist.tune.generators.generators import Generators

@@ -1,172 +1,33 @@
-"""The proof that a layout trains as one process does: small runs of both, which certificate.py compares.
-
-There are three runs: the asked layout in small, its second part again from a checkpoint, and one process. All read the
-same short documents, several in a sequence, of which data ranks get unequal numbers of targets: where documents are
-long and all their tokens are learned, wrong positions and wrong divisors do not show.
-"""
+"""The proof that a layout trains as one process does: small runs of both, which are compared at the end."""
 
 from __future__ import annotations
 
-import json
-import keyword
 import logging
 import os
-import random
 import shlex
 import shutil
 import subprocess
-from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
-from transformers import PreTrainedConfig
 
-from hfdist.checkpoint.folder import step_name
 from hfdist.collectives import on_rank_zero, rank
-from hfdist.config.batch import BatchPlan, num_warmup_steps
-from hfdist.config.checks.preflight import plan_run
-from hfdist.config.composition.compose import to_yaml
-from hfdist.config.data import ChatConfig, DataConfig, RowFormat, SourceConfig, cache_dir
-from hfdist.config.islands import Codec, IslandsConfig, OuterRule
-from hfdist.config.model import Dtype, Init
-from hfdist.config.optimizer import OptimizerConfig, OptimizerName
-from hfdist.config.run import EvaluateConfig, ExportConfig, LaunchConfig, RunConfig
-from hfdist.config.strategy import StrategyConfig
+from hfdist.config.composition.config_text import to_yaml
+from hfdist.config.model import Dtype
+from hfdist.config.optimizer import OptimizerName
+from hfdist.config.run import RunConfig
 from hfdist.config.train import Precision
-from hfdist.data.cache import write_once
-from hfdist.errors import ConfigError, HfdistError, NumericsError
-from hfdist.models import fit_vocabulary
-from hfdist.models.cache_use import set_use_cache
-from hfdist.models.shrink import shrink
-from hfdist.optim.check import describe
-from hfdist.optim.registry import make_small
+from hfdist.errors import HfdistError, NumericsError
 from hfdist.processes.child_python import python
-from hfdist.records import RunFolder
-from hfdist.run.builder import Run
 from hfdist.topology import without_launcher
-from hfdist.verify.certificate import BOUNDS, certify
+from hfdist.verify.certificate import BOUNDS
+from hfdist.verify.compare_runs import certify
+from hfdist.verify.proof_configs import Proof
 
 logger = logging.getLogger(__name__)
 
-_NUM_STEPS = 5
-_ARCHITECTURE = "architecture"
-"""Folder beside the runs: the config of the small model, from which the run on one process makes it again."""
-_STOPPED_STEP = 3
-"""The checkpoint from which the second part is trained again."""
-_MOST_SEQUENCE_TOKENS = 128
-_MOST_MICROBATCHES = 4
-"""Most micro batches of a data rank in a step; a pipeline keeps up to two for each stage."""
-_FEW_BLOCKS = 4
-_MOST_HELD_OUT_SEQUENCES = 16
-_HELD_OUT_FRACTION = 0.1
-_NUM_DOCUMENTS = 4000
-_DOCUMENTS = "proof-1"
-"""Name of the documents in the cache; to be counted up when `_documents` gives others."""
-_LEAST_EPS = 1e-4
-"""Adam divides a gradient by its own size, so that it makes a whole step, of random sign, from one that is zero but for
-rounding (a key's bias). A larger eps keeps the weights comparable, and lets them show wrongly scaled gradients."""
-
 _SINGLE_SECONDS = 1500
 """Most seconds for the run on one process: less than the half hour that a process group waits for a rank."""
-
-
-class Proof(NamedTuple):
-    """Three configs that differ in layout, start and folder alone."""
-
-    folder: Path
-    layout: RunConfig
-    resumed: RunConfig
-    single: RunConfig
-    description: str
-    kernels: str = ""
-    """See `describe_kernels`: known once the layout has trained."""
-
-
-def prepare_proof(config: RunConfig) -> Proof:
-    """Make the asked run small, and empty `<run.dir>/prove`.
-
-    Kept are the layout, micro batches, precision, optimizer, schedule, clipping, packing and seeds. The model is made
-    small by `small_architecture`; steps, sequences and the number of micro batches are fewer; the documents are short
-    ones, of which each data rank reads its own lane.
-
-    Raises:
-        ConfigError: sizes that do not divide, too few processes, or a saved adapter.
-    """
-    if config.adapter.path is not None:
-        raise ConfigError(
-            "a saved adapter does not fit the small model that a proof trains",
-            where="adapter.path",
-            found=config.adapter.path,
-            hint="adapter=lora, with the keys of the saved one",
-        )
-    topology, asked = plan_run(config)
-    folder = config.run.folder.proof
-    if topology.is_main:
-        # The others first look into it when the process group is up, which is not before this rank has joined.
-        shutil.rmtree(folder, ignore_errors=True)
-    layout = _small_run(config, asked, folder / "layout")
-    checkpoints = RunFolder(folder / "layout").checkpoints
-    resumed = replace(
-        layout,
-        run=replace(layout.run, dir=str(folder / "resumed")),
-        checkpoint=replace(layout.checkpoint, resume=str(checkpoints / step_name(_STOPPED_STEP))),
-    )
-    model, tokenizer = layout.model, layout.model.tokenizer
-    if model.gguf_file is not None:
-        # It was found by the model's name, and lies in a checkpoint.
-        tokenizer = replace(tokenizer, name=str(checkpoints / step_name(1)), revision=None)
-    single = replace(
-        layout,
-        run=replace(layout.run, dir=str(folder / "single")),
-        launch=LaunchConfig(),
-        strategy=StrategyConfig(data=1),
-        islands=IslandsConfig(),
-        model=replace(
-            model,
-            name=str(folder / _ARCHITECTURE),
-            revision=None,
-            gguf_file=None,
-            type=None,
-            config={},
-            tokenizer=tokenizer,
-        ),
-    )
-    description = (
-        f"{topology.describe()}; sharding {config.strategy.sharding.value}; {config.train.precision.value}; "
-        f"{f'one island, {config.islands.method.value}; ' if config.islands.is_used else ''}"
-        f"{describe(make_small(config.optimizer))}; "
-        f"{_NUM_STEPS} steps of {layout.train.global_batch_size} sequences x {layout.data.sequence_length} tokens"
-    )
-    return Proof(folder=folder, layout=layout, resumed=resumed, single=single, description=description)
-
-
-def use_small_model(run: Run) -> None:
-    """Let a run whose data are open train a small model; rank 0 writes its config down for the run on one process."""
-    config, tokenizer = run.config, run.data.tokenizer
-    run.architecture = small_architecture(run.architecture, config.strategy, vocab_size=len(tokenizer))
-    fit_vocabulary(run.architecture, tokenizer, config.model)
-    if run.topology.is_main:
-        run.architecture.save_pretrained(config.run.folder.path.with_name(_ARCHITECTURE))
-
-
-def small_architecture(
-    architecture: PreTrainedConfig, strategy: StrategyConfig, *, vocab_size: int
-) -> PreTrainedConfig:
-    """Give the same architecture with few and narrow blocks (at least one a stage of a pipeline), without dropout.
-
-    Dropout is the one thing in which layouts do differ: each rank draws its own.
-    """
-    num_blocks = None if strategy.pipeline == 1 else max(_FEW_BLOCKS, _most_stages(strategy))
-    small = shrink(architecture, num_blocks=num_blocks, vocab_size=vocab_size)
-    small._attn_implementation = architecture._attn_implementation
-    set_use_cache(small, False)
-    for part in (small, small.get_text_config()):
-        for name, value in list(vars(part).items()):
-            if "drop" in name and isinstance(value, float):
-                setattr(part, name, 0.0)
-    return small
 
 
 def conclude(proof: Proof, recipe: Path) -> None:
@@ -247,94 +108,3 @@ def _train_single(config: RunConfig, recipe: Path) -> None:
             found=f"exit code {done.returncode}",
             hint=shlex.join(command),
         )
-
-
-def _small_run(config: RunConfig, asked: BatchPlan, folder: Path) -> RunConfig:
-    most = _MOST_MICROBATCHES
-    if config.strategy.pipeline > 1:
-        most = max(most, 2 * _most_stages(config.strategy))
-    num_microbatches = min(asked.num_microbatches, most)
-    return replace(
-        config,
-        run=replace(config.run, dir=str(folder)),
-        # Pretrained weights do not fit a small model; the architecture and the tokenizer stay.
-        model=replace(config.model, init=Init.random),
-        adapter=replace(config.adapter, merge=False, dropout=0.0),
-        data=_short_documents(config.data, asked.data_size),
-        # Numbers of blocks of the asked model do not fit the small one.
-        strategy=replace(config.strategy, blocks_per_stage=None),
-        islands=_one_island(config.islands),
-        optimizer=_short_schedule(config.optimizer, asked, config.train.max_steps or _NUM_STEPS),
-        train=replace(
-            config.train,
-            max_steps=_NUM_STEPS,
-            epochs=None,
-            global_batch_size=asked.micro_batch_size * num_microbatches * asked.data_size,
-            eval_every=None,
-        ),
-        evaluate=EvaluateConfig(),
-        checkpoint=replace(
-            config.checkpoint, every=1, keep=_NUM_STEPS, keep_every=None, keep_best=False, mirror=None, resume="auto"
-        ),
-        report=replace(config.report, log_every=1, to=[], progress=False, plot=False, sample_tokens=0),
-        export=ExportConfig(),
-    )
-
-
-def _short_documents(config: DataConfig, data_size: int) -> DataConfig:
-    """Read documents of the proof's own: a lane for each data rank, so that most begin and end within a sequence."""
-    path = cache_dir(config) / f"{_DOCUMENTS}.jsonl"
-    # Each process does so, since no two of them know of each other yet: the same bytes, and whole once they are there.
-    write_once(path, lambda file: file.writelines(_documents()))
-    return replace(
-        config,
-        sources={"proof": SourceConfig(path=str(path))},
-        format=RowFormat.prompt_completion,
-        chat=ChatConfig(),
-        anneal=[],
-        quarantine=[],
-        lanes=data_size,
-        sequence_length=min(config.sequence_length, _MOST_SEQUENCE_TOKENS),
-        eval_fraction=_HELD_OUT_FRACTION,
-        eval_sources={},
-        eval_sequences=min(config.eval_sequences, _MOST_HELD_OUT_SEQUENCES),
-    )
-
-
-def _documents() -> Iterator[bytes]:
-    """Give lines of JSON: prompts of 1 to 15 words with completions of 1 to 9. Only completions are targets, so that
-    sequences differ in the number of theirs.
-    """
-    words = random.Random(0)
-    for _ in range(_NUM_DOCUMENTS):
-        prompt, completion = (" ".join(words.choices(keyword.kwlist, k=words.randint(1, most))) for most in (15, 9))
-        # The space belongs to the completion: tokenizers put it in front of a word.
-        yield json.dumps({"prompt": prompt, "completion": f" {completion}"}).encode() + b"\n"
-
-
-def _one_island(islands: IslandsConfig) -> IslandsConfig:
-    """Alone, what changes the mathematics left out, and with exchanges within the few steps of a proof."""
-    if not islands.is_used:
-        return islands
-    alone = replace(islands, count=1, index=0, codec=Codec.fp32, overlap=0, mix=0.0, proximal=0.0, participation=1.0)
-    # The weights after an exchange are those before it.
-    averaging = replace(alone, outer_optimizer=OuterRule.nesterov, outer_lr=1.0, outer_momentum=0.0)
-    return replace(averaging, every=2 * islands.fragments, staleness=0)
-
-
-def _most_stages(strategy: StrategyConfig) -> int:
-    """No schedule has more than two stages a rank unless asked."""
-    return strategy.pipeline * (strategy.stages_per_rank or 2)
-
-
-def _short_schedule(optimizer: OptimizerConfig, batch: BatchPlan, max_steps: int) -> OptimizerConfig:
-    """The same shape over `_NUM_STEPS`."""
-    asked = num_warmup_steps(optimizer, tokens_per_step=batch.tokens_per_step, max_steps=max_steps)
-    warmup_steps = max(1, _NUM_STEPS * asked // max_steps) if asked > 0 else 0
-    return replace(
-        optimizer,
-        warmup_steps=warmup_steps,
-        warmup_tokens=None,
-        warmup_fraction=None,
-        eps=max(optimizer.eps, _LEAST_EPS),
-    )

@@ -19,7 +19,8 @@ from hfdist.collectives import gather_json, rank, world_size
 from hfdist.errors import ConfigError, HfdistError, PeerError, first_line
 from hfdist.records import Event, RunFolder, RunRecorder, add_event
 from hfdist.records.run_end import record_end_of_run
-from hfdist.watch.diagnosis import ENDING, EVALUATING, SAVING, STARTING, Diagnosis, Progress, beat_seconds
+from hfdist.watch.diagnosis import Diagnosis
+from hfdist.watch.heartbeat import ENDING, EVALUATING, SAVING, STARTING, Progress, beat_seconds
 from hfdist.watch.store import open_store
 from hfdist.watch.watcher import Watcher
 

@@ -16,7 +16,7 @@ from typing import NamedTuple
 import psutil
 
 from hfdist.atomic_write import write_atomically
-from hfdist.watch.diagnosis import Heartbeat, PeerState, as_tuple
+from hfdist.watch.heartbeat import Heartbeat, PeerState, as_tuple
 
 BEATS, REPORT = "beats.json", "report.txt"
 
@@ -83,13 +83,26 @@ def read_snapshots(folder: Path) -> dict[int, Snapshot]:
     """Read the snapshots of all ranks; a file that cannot be read is left out."""
     found = {}
     for path in sorted(folder.glob("rank-*.json")):
-        with suppress(OSError, ValueError, TypeError, KeyError, RecursionError):
-            content = json.loads(path.read_text(encoding="utf-8"))
-            content["beat"] = as_tuple(Heartbeat, content["beat"])
-            content["frames"] = [as_tuple(Frame, one) for one in content["frames"]]
-            content["collectives"] = [Collective(*one) for one in content["collectives"]]
-            found[int(content["rank"])] = Snapshot(**content)
+        with suppress(OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
+            snapshot = _read_snapshot(path)
+            found[snapshot.rank] = snapshot
     return found
+
+
+def _read_snapshot(path: Path) -> Snapshot:
+    """Read one; OSError, ValueError, TypeError, KeyError, AttributeError or RecursionError: it is damaged."""
+    content = json.loads(path.read_text(encoding="utf-8"))
+    collectives = [as_tuple(Collective, one) for one in content["collectives"]]
+    sizes = [size for one in collectives for size in one.sizes]
+    if not all(type(number) is int for numbers in (*sizes, *content["groups"].values()) for number in numbers):
+        raise TypeError("a size or a rank is no number")
+    return Snapshot(
+        rank=int(content["rank"]),
+        beat=as_tuple(Heartbeat, content["beat"]),
+        frames=[as_tuple(Frame, one) for one in content["frames"]],
+        collectives=collectives,
+        groups=content["groups"],
+    )
 
 
 def write_beats(folder: Path, heard: Mapping[int, PeerState], own: Heartbeat, line: str | None) -> None:

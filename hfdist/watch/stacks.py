@@ -16,10 +16,10 @@ from types import FrameType
 import torch
 from torch import distributed as dist
 
-from hfdist.watch.diagnosis import Heartbeat
+from hfdist.watch.heartbeat import Heartbeat
 from hfdist.watch.snapshot import Collective, Frame, Snapshot
 
-# Not merely any frame of the compiler: what it has compiled runs below such frames, too.
+# Functions that run only while torch compiles: what it has compiled runs below other frames of the compiler, too.
 _COMPILING = (("_dynamo/convert_frame.py", ""), ("_inductor/compile_fx.py", "compile"))
 _COLLECTIVES = os.path.join("torch", "distributed", "distributed_c10d.py")
 _TORCH = os.path.dirname(torch.__file__) + os.sep

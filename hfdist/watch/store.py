@@ -23,7 +23,8 @@ from hfdist.launch.address import LOOPBACK, listen, own_address
 from hfdist.messages.door import MOST_STRANGERS, Door, DoorThread, hear_answer, knock, read_line
 from hfdist.messages.message import Message, NotAMessageError, RefusedError, read_message, write_message
 from hfdist.topology import read_launcher
-from hfdist.watch.diagnosis import Diagnosis, Heartbeat, PeerState, Read, as_tuple
+from hfdist.watch.diagnosis import Diagnosis
+from hfdist.watch.heartbeat import Heartbeat, PeerState, Read, as_tuple
 from hfdist.watch.tree import Below, Digest, find_above, find_parents
 
 _CONNECT_SECONDS = 30
@@ -43,6 +44,15 @@ class Answer(NamedTuple):
     verdict: Diagnosis | None = None
     asks_each: bool = False
     """Whether rank 0 wants to hear of each rank."""
+
+
+class Told(NamedTuple):
+    """What goes up the tree: what a rank says to the one above it."""
+
+    beat: Heartbeat
+    digest: Digest
+    each: dict[int, PeerState]
+    """What it knows of each rank below it; empty: rank 0 has not asked, and all is well."""
 
 
 def open_store(beat_seconds: float) -> Store:
@@ -114,7 +124,7 @@ class Store:
 
         Args:
             own: this rank's.
-            verdict: that of rank 0, on it.
+            verdict: on rank 0, its verdict.
             beat_seconds: seconds between two beats.
             asks_each: on rank 0, whether it wants to hear of each rank.
 
@@ -150,7 +160,7 @@ class HostedStore:
     """What a rank serves to those below it, by a thread of its own, which answers every beat with what rank 0 says.
 
     Args:
-        below: gets what comes.
+        below: what is told all that comes.
         world_size: number of ranks.
         token: known to the ranks of this run.
         host: address at which this process listens.
@@ -161,7 +171,7 @@ class HostedStore:
         self._below = below
         self._most_bytes = _MOST_BYTES + _MOST_BYTES_OF_EACH * world_size
         self.publish(Answer(below.of_rank_0))
-        # All ranks come at once.
+        # All ranks come at once, and count as strangers first.
         door = Door(self.token, self._hear, most_strangers=MOST_STRANGERS + 2 * world_size)
         self._served = DoorThread(door, listen(host, 0), "watch-store")
         self.port = self._served.port
@@ -258,11 +268,11 @@ class JoinedStore:
             # While this one was being made.
             self.close()
             raise ConnectionAbortedError("this rank leaves")
-        # To rank 0, a link that comes back goes on where it was: who is lost is for others to judge, by the clock.
+        # The link to rank 0 has no limit: it may come back. The thread that judges finds a lost rank 0 by the clock.
         self._connection.settimeout(None if place == len(self._above) - 1 else self._patience_seconds)
 
 
-def read_told(line: bytes, most_bytes: int) -> tuple[Heartbeat, Digest, dict[int, PeerState]]:
+def read_told(line: bytes, most_bytes: int) -> Told:
     """Read what a rank tells the one above it; NotAMessageError: its values do not fit."""
     message = read_message(line, most_bytes)
     found = {}
@@ -272,7 +282,7 @@ def read_told(line: bytes, most_bytes: int) -> tuple[Heartbeat, Digest, dict[int
         number, beat, silent_seconds = one
         state = Message(beat=beat, silent_seconds=silent_seconds)
         found[number] = PeerState(_read_tuple(Heartbeat, state, "beat"), state.number("silent_seconds"))
-    return _read_tuple(Heartbeat, message, "beat"), _read_tuple(Digest, message, "digest"), found
+    return Told(_read_tuple(Heartbeat, message, "beat"), _read_tuple(Digest, message, "digest"), found)
 
 
 def _read_tuple(kind: type[Read], message: Message, key: str) -> Read:

@@ -15,7 +15,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
-from hfdist.watch.diagnosis import Heartbeat, PeerState, is_too_long
+from hfdist.watch.diagnosis import is_too_long
+from hfdist.watch.heartbeat import Heartbeat, PeerState
 
 WIDTH = 32
 """Leaders that have one leader."""
@@ -31,9 +32,9 @@ class Digest(NamedTuple):
 
     num_ranks: int = 0
     idle_seconds: float = 0.0
-    """The least of any."""
+    """The least seconds since a mark, of any of them."""
     longest_idle_seconds: float = 0.0
-    """The most of any."""
+    """The longest pause between marks, of any of them."""
     is_exempt: bool = False
     """Whether one is in a state without marks."""
     is_noted: bool = False
@@ -109,9 +110,9 @@ class Below:
         self.depth = 0
         """Steps from rank 0 down to the farthest rank of the run."""
         self._path: dict[int, list[int]] = {}
-        """By rank below: that rank, and those between it and this one, the nearest to it first."""
+        """The way up to this rank from each rank below: that rank, and those between, the nearest to it first."""
         self._under: dict[int, list[int]] = {}
-        """By rank below that has some below it: these."""
+        """The ranks below each rank below that has some."""
         for number in parents:
             path = [number, *find_above(number, parents)]
             self.depth = max(self.depth, len(path) - 1)
@@ -124,7 +125,7 @@ class Below:
         """When each rank last spoke to this one."""
         self._digests: dict[int, Digest] = {}
         self._silent: dict[int, dict[int, float]] = {}
-        """By rank that has told each: how long those below it were silent then."""
+        """How long the ranks below a rank were silent when it last told of each, by that rank."""
         self._looked = now
         """When `digest` was last called."""
 

@@ -16,16 +16,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from hfdist.watch import requests, snapshot, stacks
-from hfdist.watch.diagnosis import (
-    Diagnosis,
-    Heartbeat,
-    PeerState,
-    Progress,
-    beat_seconds,
-    find_left,
-    find_lost,
-    find_stalled,
-)
+from hfdist.watch.diagnosis import Diagnosis, find_left, find_lost, find_stalled
+from hfdist.watch.heartbeat import Heartbeat, PeerState, Progress, beat_seconds
 from hfdist.watch.store import Store
 from hfdist.watch.tree import Digest
 
@@ -74,7 +66,7 @@ class Watcher:
         self._left: int | None = None
         """Exit code with which this rank ends by itself."""
         self._has_written = False
-        """See `Heartbeat.has_written`."""
+        """Whether its stacks are on the disk."""
         self._silent: set[int] = set()
         """Ranks that were silent at the verdict."""
         self._wake = threading.Event()
@@ -178,14 +170,14 @@ class Watcher:
             last, first = now, self._first
             if newest != first.number:
                 newest, came = first.number, now
-            # By its own clock, and not by what came back from a store that may be gone.
+            # Made here by this rank's own clock: a store that is gone gives nothing back.
             own = PeerState(self._own_beat(0))
             is_first = self._store.rank == 0
             if (asked := first.asked) not in (None, answered):
                 answered = asked
                 self._begin_answer(self._folder.with_name(str(asked)), now)
             of_all = Digest.merged([Digest.of(own, self._beat_seconds), self._digest(now)])
-            # Then rank 0 looks at each rank: thousands take their time.
+            # Rank 0 looks at each rank only if something may be wrong: thousands take their time.
             is_suspect = is_first and of_all.is_suspect(self._heartbeat_seconds)
             self._asks_each = is_suspect or now < self._asks_until
             followed = self._below(now) if is_suspect else {}

@@ -16,7 +16,8 @@ from hfdist.strategies.engine import Engine
 from hfdist.strategies.from_python import make_strategy
 from hfdist.strategies.gradients.reduction import local_tensor
 from hfdist.testing import forget_parent, run_ranks
-from hfdist.verify.certificate import BOUNDS, compare_runs
+from hfdist.verify.certificate import BOUNDS
+from hfdist.verify.compare_runs import compare_runs
 from tests.distributed.runs import eval_losses, losses, pretrain
 from tests.marks import chosen, many
 

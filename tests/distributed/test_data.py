@@ -9,7 +9,9 @@ import pytest
 from hfdist.config.composition.compose import compose_config
 from hfdist.data import TokenStream
 from hfdist.records import RunFolder, read_lines
-from hfdist.verify.audit.run import batches_of_steps, describe_step, open_past_run, prove_once
+from hfdist.verify.audit.past_run import batches_of_steps, open_past_run
+from hfdist.verify.audit.run import prove_once
+from hfdist.verify.audit.step_contents import describe_step
 from tests.distributed.runs import SMALL, eval_losses, losses, pretrain
 from tests.marks import many
 from tests.unit.data.corpora import texts

@@ -6,7 +6,8 @@ from hfdist.config.composition.compose import compose_config
 from hfdist.data.stream.ledger import read_records
 from hfdist.records import RunFolder, read_lines
 from hfdist.testing import RankFailed, run_ranks
-from hfdist.verify.audit.run import open_past_run, prove_once
+from hfdist.verify.audit.past_run import open_past_run
+from hfdist.verify.audit.run import prove_once
 from tests.distributed.island_runs import (
     Island,
     die_at,

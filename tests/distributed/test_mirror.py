@@ -16,7 +16,8 @@ from hfdist.errors import PreemptedError
 from hfdist.records import RunFolder, read_lines, read_run
 from hfdist.run.builder import Run
 from hfdist.testing import RankFailed, run_ranks
-from hfdist.verify.audit.run import open_past_run, prove_once
+from hfdist.verify.audit.past_run import open_past_run
+from hfdist.verify.audit.run import prove_once
 from proofs.layout_changes import LAYOUTS
 from recipes.pretrain import main
 from tests.distributed.replicas import END, SAVED, SETTINGS, DiesAfter, resumes

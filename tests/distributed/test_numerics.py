@@ -12,7 +12,8 @@ from hfdist.config.composition.compose import compose_config
 from hfdist.errors import NumericsError
 from hfdist.records import RunFolder, read_lines
 from hfdist.testing import RankFailed
-from hfdist.verify.audit.run import describe_step, open_past_run
+from hfdist.verify.audit.past_run import open_past_run
+from hfdist.verify.audit.step_contents import describe_step
 from proofs.kills import newest_whole
 from tests.distributed.bad_numbers import ALWAYS, Fault, Kind, pretrain_with
 from tests.distributed.runs import SMALL, losses, weights

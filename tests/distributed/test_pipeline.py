@@ -5,7 +5,7 @@ from functools import cache
 import pytest
 
 from hfdist.config.strategy import ONE_F_ONE_B, Schedule
-from hfdist.verify.certificate import compare_runs
+from hfdist.verify.compare_runs import compare_runs
 from proofs.parity import BOUND, Case, all_cases, run_case, run_single
 from tests.marks import many
 

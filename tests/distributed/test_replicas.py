@@ -13,7 +13,8 @@ from hfdist.config.composition.compose import compose_config
 from hfdist.errors import ConfigError
 from hfdist.testing import RankFailed, run_ranks
 from hfdist.trainer.checkpointing import checkpointer
-from hfdist.verify.audit.run import open_past_run, prove_once
+from hfdist.verify.audit.past_run import open_past_run
+from hfdist.verify.audit.run import prove_once
 from proofs import kills
 from proofs.layout_changes import LAYOUTS, Layout
 from tests.distributed.processes import Life, Victim

@@ -10,7 +10,8 @@ from hfdist.config.composition.compose import compose_config
 from hfdist.records import RunFolder, read_lines
 from hfdist.records.lines import earlier
 from hfdist.testing import RankFailed
-from hfdist.verify.audit.run import open_past_run, prove_once
+from hfdist.verify.audit.past_run import open_past_run
+from hfdist.verify.audit.run import prove_once
 from tests.distributed.runs import SMALL, losses, pretrain, weights
 from tests.marks import many
 from tests.unit.checkpoint.pieces import edit_manifest, flip_a_bit

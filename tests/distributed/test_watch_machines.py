@@ -10,8 +10,8 @@ import pytest
 import torch.distributed as dist
 
 from hfdist.testing import forget_parent
-from hfdist.watch.diagnosis import Progress
-from hfdist.watch.diagnosis import beat_seconds as seconds_of_a_beat
+from hfdist.watch.heartbeat import Progress
+from hfdist.watch.heartbeat import beat_seconds as seconds_of_a_beat
 from hfdist.watch.store import open_store
 from hfdist.watch.watcher import Watcher
 from tests.marks import many

@@ -1,7 +1,8 @@
 """The runs of `make distillation`: both sides read the same, begin alike, and the page says which is lower."""
 
 from hfdist.config.checks.preflight import plan_run
-from hfdist.config.composition.compose import compose_config, to_values
+from hfdist.config.composition.compose import compose_config
+from hfdist.config.composition.config_text import to_values
 from proofs.distillation import DISTILLED, NEXT_TOKENS, Outcome, describe, distilling, pretraining, teaching
 from proofs.reinforcement import Cost
 

@@ -7,7 +7,8 @@ import pytest
 import yaml
 
 from hfdist.config.checks.preflight import plan_run
-from hfdist.config.composition.compose import compose_config, to_yaml
+from hfdist.config.composition.compose import compose_config
+from hfdist.config.composition.config_text import to_yaml
 from hfdist.config.run import AUTO
 from hfdist.planning.command import parse_request
 from hfdist.tools.jobs.command import parse_job

@@ -13,7 +13,7 @@ from hfdist.host_memory import CgroupMemory
 from hfdist.launch.gloo_interface import address_of_own_name
 from hfdist.tools.doctor import machine, software, storage
 from hfdist.tools.doctor.command import main, parse_request
-from hfdist.tools.doctor.finding import ERROR, Finding, lines
+from hfdist.tools.doctor.finding import Finding, Level, finding_lines
 from hfdist.tools.doctor.link_speed import offset_seconds
 from hfdist.tools.doctor.links import gloo_address
 from hfdist.tools.doctor.pairs import Pair, judge_clocks, judge_pairs, rounds
@@ -82,9 +82,9 @@ def test_links_are_compared_with_what_the_interface_is_made_for():
 
 def test_an_interface_that_is_not_there_is_an_error_and_an_empty_variable_names_none(monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "")
-    assert machine.check_name(1).level != ERROR
+    assert machine.check_name(1).level is not Level.error
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo,nosuch0")
-    assert machine.check_name(1).level == ERROR
+    assert machine.check_name(1).level is Level.error
 
 
 def test_a_host_name_that_no_resolver_takes_is_a_finding(monkeypatch):
@@ -99,7 +99,7 @@ def test_a_host_name_that_no_resolver_takes_is_a_finding(monkeypatch):
 def test_a_shared_folder_whose_disk_fails_is_not_the_same_folder(tmp_path):
     # A name that is too long stands for a disk that answers with an error.
     (found,) = check_same_folder(tmp_path, "m" * 300, "node-b", "node-a")
-    assert found.level == ERROR
+    assert found.level is Level.error
 
 
 def test_a_clock_that_is_off_is_named_with_its_direction():
@@ -164,7 +164,7 @@ def test_a_port_that_is_none_is_one_message(monkeypatch, port):
 def test_hosts_that_found_the_same_share_a_line_and_errors_come_first():
     same = [Finding("Hub", "ok", "it answers", None, host) for host in ("a", "b")]
     bad = Finding("memory", "error", "none", "buy some", "b")
-    assert list(lines([*same, bad], 2)) == [
+    assert list(finding_lines([*same, bad], 2)) == [
         "error    memory  b: none; try: buy some",
         "ok       Hub     it answers",
         "1 error, 0 warnings, 2 ok",

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from hfdist.records import RunRecord, State
 from hfdist.records.run_file import write_run
 from hfdist.tools.explain_hang import explain, explain_folder
-from hfdist.watch.diagnosis import Heartbeat, PeerState
+from hfdist.watch.heartbeat import Heartbeat, PeerState
 from hfdist.watch.requests import request, take_request
 from hfdist.watch.snapshot import Collective, Frame, Snapshot, read_snapshots, write_beats, write_snapshot
 
@@ -123,3 +123,14 @@ def test_a_request_that_cannot_be_read_is_removed_as_well(tmp_path):
         file.write_text(text)
         assert take_request(tmp_path) is None
         assert not file.exists()
+
+
+def test_a_snapshot_with_values_of_other_types_is_left_out(tmp_path):
+    snapshot(tmp_path, 0, Collective("0", 3, "gloo:all_reduce", [[3]], False))
+    whole = json.loads((tmp_path / "rank-00000.json").read_text())
+    damaged = [{"groups": []}, {"groups": {"0": "all"}}]
+    damaged += [{"collectives": [["0", "third", "gloo:all_reduce", [[3]], False, "", False]]}]
+    damaged += [{"collectives": [["0", 3, "gloo:all_reduce", [3], False, "", False]]}]
+    for number, other in enumerate(damaged, 1):
+        (tmp_path / f"rank-{number:05d}.json").write_text(json.dumps(whole | other | {"rank": number}))
+    assert [row.rank for row in explain_folder(tmp_path, "x").rows] == [0]

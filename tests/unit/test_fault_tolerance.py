@@ -21,7 +21,7 @@ from hfdist.trainer.fault_tolerance.bit_comparison import Difference, find_diffe
 from hfdist.trainer.fault_tolerance.nonfinite_steps import LEAST_LOSS_SCALE, NonfiniteGuard, propagate_nan
 from hfdist.trainer.fault_tolerance.skip_counter import SkipCounter, Skipped, Tolerance
 from hfdist.watch.callback import Watch
-from hfdist.watch.diagnosis import EVALUATING
+from hfdist.watch.heartbeat import EVALUATING
 
 
 @pytest.mark.parametrize(

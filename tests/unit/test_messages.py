@@ -37,7 +37,7 @@ from hfdist.tune.generators.processes import Processes
 from hfdist.tune.generators.served_files import ServedFiles
 from hfdist.tune.generators.sockets import connect, open_broker
 from hfdist.version import __version__
-from hfdist.watch.diagnosis import Heartbeat
+from hfdist.watch.heartbeat import Heartbeat
 from hfdist.watch.store import HostedStore, JoinedStore
 from hfdist.watch.tree import Below, Digest, find_parents
 from tests.unit.islands.servers import JOB, at, member, served, together

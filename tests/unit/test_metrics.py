@@ -12,7 +12,8 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast, TrainerControl, TrainerState, TrainingArguments
 
-from hfdist.config.composition.compose import compose_config, to_yaml
+from hfdist.config.composition.compose import compose_config
+from hfdist.config.composition.config_text import to_yaml
 from hfdist.config.task import TaskName
 from hfdist.data.stream.ledger import _append
 from hfdist.errors import ResourceError

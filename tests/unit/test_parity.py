@@ -11,7 +11,8 @@ from safetensors.torch import load_file, save_file
 from hfdist.checkpoint.piece import MASTER, STEP, WEIGHT, Piece
 from hfdist.config.train import Precision
 from hfdist.records import Event, RunFolder, add_event
-from hfdist.verify.certificate import BOUNDS, FLOOR, certify, compare
+from hfdist.verify.certificate import BOUNDS
+from hfdist.verify.compare_runs import FLOOR, certify, compare
 from tests.unit.checkpoint.pieces import write_checkpoint
 
 STEPS = 3

@@ -14,20 +14,10 @@ from hfdist.errors import ConfigError, PeerError
 from hfdist.launch import address
 from hfdist.messages.message import write_message
 from hfdist.testing import run_ranks
-from hfdist.watch import diagnosis, requests, stacks, store
+from hfdist.watch import heartbeat, requests, stacks, store
 from hfdist.watch.callback import Watch, is_broken_connection
-from hfdist.watch.diagnosis import (
-    EVALUATING,
-    SAVING,
-    STARTING,
-    Diagnosis,
-    Heartbeat,
-    PeerState,
-    Progress,
-    find_left,
-    find_lost,
-    find_stalled,
-)
+from hfdist.watch.diagnosis import Diagnosis, find_left, find_lost, find_stalled
+from hfdist.watch.heartbeat import EVALUATING, SAVING, STARTING, Heartbeat, PeerState, Progress
 from hfdist.watch.snapshot import Collective, read_beats
 from hfdist.watch.store import HostedStore, JoinedStore, Store, open_store
 from hfdist.watch.tree import Below, Digest, find_parents
@@ -134,7 +124,7 @@ def test_progress_does_not_measure_what_may_take_long():
 def test_slow_steps_are_a_measure_for_the_first_step_after_the_warm_up(monkeypatch):
     """A pipeline makes one mark a step, and steps may take longer than a heartbeat may."""
     now = 0.0
-    monkeypatch.setattr(diagnosis.time, "monotonic", lambda: now)
+    monkeypatch.setattr(heartbeat.time, "monotonic", lambda: now)
     progress = Progress()
     for step, seconds in enumerate((300, 100, 90), start=1):
         now += seconds

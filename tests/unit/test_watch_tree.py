@@ -4,7 +4,8 @@ import random
 
 import pytest
 
-from hfdist.watch.diagnosis import Heartbeat, PeerState, find_lost, find_stalled
+from hfdist.watch.diagnosis import find_lost, find_stalled
+from hfdist.watch.heartbeat import Heartbeat, PeerState
 from hfdist.watch.tree import BEATS_UNTIL_NOTED, Below, Digest, find_above, find_parents
 
 BEAT_SECONDS = 1.0

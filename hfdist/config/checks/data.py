@@ -27,15 +27,9 @@ _PATHS = {
     SourceKind.tokens: ("the folder that recipes/pretokenize.py wrote", "runs/NAME/tokens"),
 }
 _NOT_FROM_CONFIG = (
-    "messages",
-    "tools",
-    "add_generation_prompt",
-    "conversations",
-    "chat_template",
-    "documents",
-    "return_assistant_tokens_mask",
-    "continue_final_message",
-)
+    "messages", "tools", "add_generation_prompt", "conversations", "chat_template", "documents",
+    "return_assistant_tokens_mask", "continue_final_message",
+)  # fmt: skip
 """Variables of a chat template that the rows, or transformers, give."""
 
 
@@ -154,7 +148,7 @@ def _check_change(key: str, change: WeightChange, sources: dict[str, SourceConfi
     for name, weight in change.weights.items():
         if name not in sources:
             raise _unknown_source(name, sources, where=key, template=f"{{}}: {weight:g}")
-        # Also false for NaN.
+        # The comparison is false for NaN, too.
         if not 0 <= weight < float("inf"):
             raise ConfigError("a weight is out of range", where=f"{key}.{name}", found=weight, allowed="a number >= 0")
     missing = [name for name in sources if name not in change.weights]

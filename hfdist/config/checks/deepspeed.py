@@ -97,7 +97,7 @@ def check_optimizer_sections(values: Mapping[str, object], config: RunConfig | N
 
     Args:
         values: the file's.
-        config: of the run; None: its values are not known here, and each derived key is refused.
+        config: the run's config; None: its values are not known here, and each derived key is refused.
 
     Raises:
         ConfigError: a derived key has another value.
@@ -127,7 +127,7 @@ def _of_optimizer(config: RunConfig) -> dict[str, object]:
             "params": {
                 "warmup_min_lr": 0,
                 "warmup_max_lr": optimizer.lr,
-                # Else it follows from the length of the run, or from tokens.
+                # None: it follows from the length of the run, or from tokens.
                 "warmup_num_steps": None if follows else optimizer.warmup_steps,
                 "warmup_type": "linear",
                 "total_num_steps": config.train.max_steps,
@@ -140,7 +140,7 @@ def _without_owned(values: Mapping[str, object], derived: object, prefix: str) -
     """Leave out what hfdist derives, section by section.
 
     Args:
-        values: of a section of the file.
+        values: the values of a section of the file.
         derived: what stands there in hfdist's own config, if anything.
         prefix: the section's path, with a dot at its end; "": the whole file.
 

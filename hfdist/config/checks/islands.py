@@ -13,16 +13,13 @@ from hfdist.config.run import RunConfig
 from hfdist.config.train import Precision
 from hfdist.topology import PARTS
 
-_ROUNDS = (IslandMethod.diloco, IslandMethod.federated)
-_METHODS_OF_KEYS = (
-    dict.fromkeys(
-        ("port", "every", "outer_optimizer", "outer_lr", "outer_momentum", "outer_beta2", "outer_eps"), _ROUNDS
-    )
-    | dict.fromkeys(("fragments", "overlap", "mix"), _ROUNDS[:1])
-    | dict.fromkeys(("participation", "proximal"), _ROUNDS[1:])
-    | dict.fromkeys(("staleness", "server_shards"), (IslandMethod.parameter_server,))
-)
-"""Keys of `islands`: the methods that read them."""
+_KEYS_OF_ROUNDS = ("port", "every", "outer_optimizer", "outer_lr", "outer_momentum", "outer_beta2", "outer_eps")
+_KEYS_OF_METHODS = {
+    IslandMethod.diloco: (*_KEYS_OF_ROUNDS, "fragments", "overlap", "mix"),
+    IslandMethod.federated: (*_KEYS_OF_ROUNDS, "participation", "proximal"),
+    IslandMethod.parameter_server: ("staleness", "server_shards"),
+}
+"""Keys of `islands` that only some methods read, by method."""
 
 
 def check_islands(config: RunConfig) -> None:
@@ -57,10 +54,12 @@ def _check_address(config: RunConfig) -> None:
 
 def _check_keys_of_method(config: RunConfig) -> None:
     islands, default = config.islands, IslandsConfig()
-    for name, methods in _METHODS_OF_KEYS.items():
-        if islands.method not in methods and getattr(islands, name) != getattr(default, name):
-            what = f"this key does not belong to islands.method={islands.method.value}"
-            raise conflict(config, f"islands.{name} islands.method", what, hint=f"islands={methods[0].value}")
+    for method, names in _KEYS_OF_METHODS.items():
+        for name in names:
+            is_read = name in _KEYS_OF_METHODS[islands.method]
+            if not is_read and getattr(islands, name) != getattr(default, name):
+                what = f"this key does not belong to islands.method={islands.method.value}"
+                raise conflict(config, f"islands.{name} islands.method", what, hint=f"islands={method.value}")
 
 
 def _check_arithmetic(config: RunConfig) -> None:

@@ -42,19 +42,19 @@ def check_servers(config: RunConfig) -> None:
             key = f"task.{name}"
             raise conflict(config, f"{key} task.server", what, allowed=allowed, hint=f"{key}={allowed}")
     if config.adapter.is_used:
-        what, found = "a server reads whole models in this version", f"an adapter, with {_of(task)}"
+        what, found = "a server reads whole models in this version", f"an adapter, with {_shown_server(task)}"
         raise ConfigError(what, where="adapter", found=found, allowed="none", hint="adapter=none")
     if task.server is InferenceServer.vllm and task.temperature != 1 and (task.top_k is not None or task.top_p != 1):
         raise ConfigError(
             "vLLM would give log-probabilities among the likeliest tokens, and the loss needs those among all",
             where="task.temperature",
-            found=f"{task.temperature:g}, with {_of(task)} and task.top_k or task.top_p",
+            found=f"{task.temperature:g}, with {_shown_server(task)} and task.top_k or task.top_p",
             allowed="1, or task.top_k=null and task.top_p=1",
             hint="task.top_k=null task.top_p=1",
         )
 
 
-def _of(task: TaskConfig) -> str:
+def _shown_server(task: TaskConfig) -> str:
     assert task.server is not None
     return f"task.server={task.server.value}"
 

@@ -15,14 +15,9 @@ from hfdist.config.task import PRESETS, SCORE, TaskConfig, TaskLoss, TaskName
 from hfdist.errors import ConfigError
 
 _TASK_FORMATS = (
-    RowFormat.preference,
-    RowFormat.unpaired_preference,
-    RowFormat.prompt,
-    RowFormat.retrieval,
-    RowFormat.scored_pair,
-    RowFormat.source_target,
-    *LABELLED,
-)
+    RowFormat.preference, RowFormat.unpaired_preference, RowFormat.prompt, RowFormat.retrieval, RowFormat.scored_pair,
+    RowFormat.source_target, *LABELLED,
+)  # fmt: skip
 """Formats that no task of next tokens reads."""
 _PROMPT_FORMATS = (RowFormat.prompt_completion, RowFormat.prompt)
 """Formats that a model answers."""
@@ -33,7 +28,7 @@ _SAMPLING_KEYS = ("max_new_tokens", "top_k", "top_p")
 
 def check_task(config: RunConfig) -> None:
     """Raise a ConfigError on what does not go with the task."""
-    _check_others(config)
+    _check_keys_of_others(config)
     _check_rows(config)
     task, data = config.task, config.data
     alpha = TaskConfig().ref_model_mixup_alpha
@@ -155,8 +150,8 @@ def _check_teacher(config: RunConfig) -> None:
             raise misfit(config, f"task.{key}", json.dumps(allowed), why)
 
 
-def _check_others(config: RunConfig) -> None:
-    """Refuse what says something of another task: it would be ignored."""
+def _check_keys_of_others(config: RunConfig) -> None:
+    """Refuse keys of other tasks, which would be ignored."""
     default = TaskConfig()
     for field in dataclasses.fields(TaskConfig):
         key = field.name

@@ -11,7 +11,7 @@ from hfdist.secrets import MASK, RAW_PASSWORD, kind_of_secret, mask_secrets, nam
 
 SCHEMES = ("file", "http", "https", "s3", "gs", "hf", "memory")
 _PACKAGES = {"s3": "s3fs", "gs": "gcsfs"}
-"""Those that a plain installation lacks."""
+"""Packages that read an address of this scheme, and that a plain installation lacks."""
 
 
 def scheme_of(address: str) -> str | None:

@@ -55,7 +55,7 @@ def _check_ranges(config: RunConfig) -> None:
 def _check_run(config: RunConfig) -> None:
     if not re.fullmatch(r"\w[\w.=,+-]{0,127}", config.run.name):
         allowed = "up to 128 letters, digits and _ . = , + -; the first a letter, digit or _"
-        # Of a path, such as runs/first, the last part is meant.
+        # Who writes a path, such as runs/first, means its last part.
         last = config.run.name.rstrip("/").rpartition("/")[2]
         plain_name = re.sub(r"[^\w.=,+-]+", "-", last).strip(".=,+-")[:128] or "first"
         what = "the run's name must be a plain folder name"

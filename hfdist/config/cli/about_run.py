@@ -13,7 +13,7 @@ from hfdist.config.cli.recipe_names import NAMES, RECIPES, RUN, SHARED, names_co
 from hfdist.config.composition.aliases import override_for, reason_against
 from hfdist.config.composition.compose import compose_config
 from hfdist.config.composition.files import refuse_references
-from hfdist.config.composition.overrides import COMMAND_LINE
+from hfdist.config.override_text import COMMAND_LINE
 from hfdist.config.run import RunConfig
 from hfdist.errors import ConfigError, nearest
 from hfdist.records.run_folder import IN_RUN, is_run_folder
@@ -77,10 +77,10 @@ def read_line(
 
     Args:
         arguments: the words after the command.
-        group: of the command: what its keys begin with.
-        keys: of that group, by their full names.
+        group: the command's group: what its keys begin with.
+        keys: the full names of that group's keys.
         words: keys of the command's own, beside `recipe` and `run`.
-        flags: of the command's own, without values.
+        flags: the command's own flags, which take no value.
         others: recipes that do not train, and that the command takes.
 
     Raises:

@@ -12,7 +12,7 @@ from pathlib import Path
 
 from hfdist.config.cli.process_end import stop_everywhere, told_in_one_message, tolerating_broken_pipe
 from hfdist.config.cli.recipe_names import RECIPES
-from hfdist.config.composition.overrides import COMMAND_LINE
+from hfdist.config.override_text import COMMAND_LINE
 from hfdist.config.paths import expand_user
 from hfdist.errors import UNREAD, ConfigError, nearest
 from hfdist.records.trials import TRIALS
@@ -140,7 +140,7 @@ def _run_nearby(folder: Path, marks: Sequence[str | Path], others: Sequence[str]
         return str(in_runs)
     beside = nearest(folder.name, others, str(folder.parent / "{}"), cutoff=0.75)
     if beside is None and folder.exists() and any((folder.parent / mark).exists() for mark in marks):
-        # Such as the model in it.
+        # The model in a run's folder is no run: the run is meant.
         return str(folder.parent)
     return beside
 

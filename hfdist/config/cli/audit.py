@@ -11,7 +11,7 @@ from hfdist.config.checks.offline import go_offline
 from hfdist.config.cli.arguments import FLAG, as_command, find_run, read_arguments, read_flag, read_number
 from hfdist.config.composition.compose import compose_config
 from hfdist.config.composition.files import refuse_references
-from hfdist.config.composition.overrides import COMMAND_LINE
+from hfdist.config.override_text import COMMAND_LINE
 from hfdist.config.run import RunConfig
 from hfdist.errors import ConfigError, nearest
 from hfdist.processes.startup import switch_reports
@@ -46,11 +46,11 @@ class AuditRequest:
     runs: tuple[Path, ...]
     """The folder of a run; of islands one of each."""
     step: int | None = None
-    """As the Trainer counts them: the first is 1; None: the whole run."""
+    """Number of a step as the Trainer counts them, the first is 1; None: the whole run."""
     shows_all_text: bool = False
     """Whether all text of the step is shown, not its beginnings."""
     processes: int | None = None
-    """Among which the lanes are dealt; None: as many as cores, 1 for a small ledger."""
+    """Number of processes among which the lanes are dealt; None: as many as cores, 1 for a small ledger."""
     is_offline: bool = False
     """Whether no connection to the Hub is opened."""
 

@@ -99,7 +99,7 @@ def check_request(
 
     Args:
         request: what the command line asks for.
-        flags: of the command line.
+        flags: the flags of the command line.
         takes_ranks: see `recipe`.
         trains: see `recipe`.
 
@@ -113,11 +113,11 @@ def check_request(
     is_own_config, given = flags.config_name or flags.config_dir, [override.key for override in request.overrides]
     if trains and not is_own_config:
         check_named(config, given)
-    # A launcher's ranks might not see the same.
+    # Ranks of a launcher might not see the same folders, and choose other names.
     if trains and not (read_launcher().is_given or is_own_config):
         name = choose_run_name(config, given)
         if name is not None:
-            # What refers to it follows.
+            # Composed again, so that what refers to the name follows.
             config = compose_request(make_request(request.config_name, [*flags.overrides, f"run.name={name}"], None))
     if flags.offline:
         check_offline(config)

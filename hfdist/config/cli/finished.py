@@ -7,7 +7,7 @@ import shlex
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from hfdist.config.composition.compose import to_values
+from hfdist.config.composition.config_text import to_values
 from hfdist.config.composition.diff import LENGTHS, Change, changes_since
 from hfdist.config.optimizer import Schedule
 from hfdist.config.run import RunConfig

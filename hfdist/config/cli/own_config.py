@@ -10,7 +10,7 @@ from pathlib import Path
 from hfdist.config.cli.recipe_names import NAMES, RECIPES
 from hfdist.config.composition.defaults_list import refuse_config_of_others
 from hfdist.config.composition.files import display, read_config, refuse_references
-from hfdist.config.composition.overrides import COMMAND_LINE
+from hfdist.config.override_text import COMMAND_LINE
 from hfdist.config.paths import expand_user
 from hfdist.config.task import TaskName
 from hfdist.errors import ConfigError, nearest
@@ -31,7 +31,7 @@ def as_recipe(given: str, others: Sequence[str] = ()) -> list[str]:
         ConfigError: there is no such file, it cannot be read, or it does not say what it trains.
     """
     given_path = expand_user(given)
-    # Of what can be no path, or may not be looked at, `os` says no; pathlib raises.
+    # `os` says no to what can be no path, or may not be looked at; pathlib raises.
     is_dir = os.path.isdir(given_path)
     run = RunFolder(given_path if is_dir else given_path.parent)
     is_of_run = is_dir or (given_path == run.config and os.path.isfile(run.record))

@@ -34,7 +34,7 @@ from hfdist.topology import read_launcher
 RANK_0_PRINTS_SECONDS = 5.0
 """How long the other ranks wait: a launcher ends all processes as soon as one has failed."""
 _FAILED_SECONDS = 5.0
-"""For what is left to do at the end of a rank that has failed: the others wait for it in a collective."""
+"""Most seconds for the exit functions of a rank that has failed: the others wait for it in a collective."""
 _LAST = -1000
 """Exit priority after all of multiprocessing's own finalizers: the one that removes its temporary folder has -100."""
 _AGREED = (BudgetError, PreemptedError)
@@ -69,7 +69,7 @@ def tolerating_broken_pipe(cut_off: int = 0) -> Iterator[None]:
         out = select.poll()
         out.register(sys.stdout.fileno(), 0)
         if not any(event & (select.POLLERR | select.POLLHUP) for _, event in out.poll(0)):
-            # Of another pipe or connection.
+            # Another pipe or connection is broken, and not standard output.
             raise
         _print_nowhere()
         if cut_off != 0:

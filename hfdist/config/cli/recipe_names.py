@@ -8,9 +8,10 @@ from hfdist.config.task import PRESETS, TaskName
 from hfdist.errors import ConfigError
 
 RECIPES = ("pretrain", "finetune", "tune")
-"""Those whose processes may be on several machines; each one's primary config has its name."""
+"""Recipes that train, on several machines if asked; each one's primary config has its name."""
 SHARED = ("index", "pretokenize")
-"""Those whose files several processes may share, each with a `data.shard`; their primary config is the first above."""
+"""Recipes whose files several processes may share, each with a `data.shard`; they have the primary config of the first
+of RECIPES."""
 TUNED = (*(task.value for task in TaskName if task is not TaskName.causal_lm), *PRESETS)
 """Options of the group `task` but that of next tokens."""
 NAMES: Mapping[str, tuple[str, tuple[str, ...]]] = {

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Collection, Sequence
 from pathlib import Path
 
-from hfdist.config.composition.compose import to_values
+from hfdist.config.composition.config_text import to_values
 from hfdist.config.composition.diff import Change, changes_since
 from hfdist.config.run import RunConfig
 from hfdist.errors import ConfigError, printable
@@ -31,7 +31,7 @@ def choose_run_name(config: RunConfig, given: Collection[str]) -> str | None:
     """Choose the folder of a run without a name: that in which it began, else the first free one, which is said.
 
     Args:
-        config: of the run that is to start.
+        config: the config of the run that is to start.
         given: keys that the command line sets; a run whose name is among them keeps it.
 
     Returns:

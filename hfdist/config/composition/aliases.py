@@ -79,7 +79,7 @@ def _value_text(template: str, value: object) -> str | None:
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, float) and value.is_integer():
-        # As `num_train_epochs: 3.0`.
+        # Other trainers write whole numbers so: `num_train_epochs: 3.0`.
         return str(int(value))
     return ",".join(map(str, value)) if isinstance(value, list) else str(value)
 

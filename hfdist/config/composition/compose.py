@@ -1,11 +1,11 @@
-"""From config files and overrides to one checked RunConfig, and back to YAML."""
+"""From config files and overrides to one checked RunConfig."""
 
 from __future__ import annotations
 
 import os
 import re
 import shlex
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,33 +14,27 @@ from hydra.core.config_store import ConfigStore
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from hfdist.config.checks.urls import refuse_secrets
-from hfdist.config.checks.values import check_config
+from hfdist.config.composition.complete import complete
 from hfdist.config.composition.defaults_list import check_defaults_list
 from hfdist.config.composition.earlier import as_now
 from hfdist.config.composition.files import RUN_DEFAULTS, read_config
 from hfdist.config.composition.folders import searching
 from hfdist.config.composition.hydra_errors import explain, explain_interpolation, missing_value
-from hfdist.config.composition.overrides import COMMAND_LINE, prepare_overrides
+from hfdist.config.composition.overrides import prepare_overrides
 from hfdist.config.composition.refused_values import refuse_resolver
 from hfdist.config.composition.request import Request
 from hfdist.config.composition.unknown_keys import check_keys
-from hfdist.config.composition.yaml_text import to_yaml_text
 from hfdist.config.conf_folder import list_options, shipped_folder
-from hfdist.config.data import EXAMPLES, Packing, RowFormat, SourceKind
-from hfdist.config.model import Init
+from hfdist.config.data import EXAMPLES, SourceKind
+from hfdist.config.override_text import COMMAND_LINE
 from hfdist.config.paths import expand_user
-from hfdist.config.plain_values import flatten, plain
-from hfdist.config.rates import default_learning_rate
+from hfdist.config.plain_values import flatten
 from hfdist.config.run import RunConfig
 from hfdist.config.task import TaskLoss
 from hfdist.errors import ConfigError, HfdistError
 
 SCHEMA = RUN_DEFAULTS[0]
 """Name of the RunConfig dataclass in the defaults list of a primary config: it types every merge after it."""
-
-_RUNS_CODE = (("model", "trust_remote_code"), ("evaluate", "lm_eval_include"), ("report", "alert_command"))
-"""Keys that no file may set, and no saved config has where they are set."""
 
 
 def compose_config(
@@ -50,7 +44,7 @@ def compose_config(
 
     Args:
         overrides: as on the command line, such as `train.max_steps=10` or `+experiment=demo`.
-        name: of the primary config.
+        name: the name of the primary config.
         extra_dir: a folder of the user's own, laid out as `conf/`; its files win over shipped ones of the same name.
     """
     return compose_request(make_request(name, overrides, extra_dir))
@@ -154,97 +148,6 @@ def _refuse_mixed_example(values: RunConfig, request: Request) -> None:
     hint += f", or data=mixture {' '.join(shlex.quote(f'+data.sources.{part}') for part in parts)}"
     what, where = "the example of the recipe would be mixed with it", f"data.sources.{name} ({COMMAND_LINE})"
     raise ConfigError(what, where=where, found=", ".join(sources), hint=hint)
-
-
-def complete(values: RunConfig, given: Collection[str] = ()) -> RunConfig:
-    """Fill in what follows from other values, but for keys that are given; check all; ConfigError: a failed check."""
-    _expand_home(values)
-    _fit_to_task(values)
-    _switch_evaluation_off(values, given)
-    if values.optimizer.lr is None:
-        values.optimizer.lr = default_learning_rate(values)
-    check_config(values)
-    for source in values.data.sources.values():
-        # The limits of the sources are what ends a stream.
-        source.epochs = values.train.epochs if source.epochs is None else source.epochs
-    return values
-
-
-def _expand_home(config: RunConfig) -> None:
-    """Write `~` out once, so that no room forgets to."""
-    for section, name in (
-        (config.run, "dir"),
-        (config.model, "name"),
-        (config.checkpoint, "resume"),
-        (config.adapter, "path"),
-        (config.evaluate, "lm_eval_include"),
-    ):
-        value = getattr(section, name)
-        if value is not None and value.startswith("~"):
-            setattr(section, name, os.path.expanduser(value))
-
-
-def _switch_evaluation_off(config: RunConfig, given: Collection[str]) -> None:
-    """Evaluate nothing where nothing is held out."""
-    if config.data.eval_fraction > 0 or config.data.eval_sources:
-        return
-    for key, section, off in (
-        ("train.eval_every", config.train, None),
-        ("evaluate.at_start", config.evaluate, False),
-        ("checkpoint.keep_best", config.checkpoint, False),
-    ):
-        # What an option of the command line sets, such as checkpoint=best, is asked for as well.
-        if key not in given and not (key == "checkpoint.keep_best" and "checkpoint" in given):
-            setattr(section, key.rpartition(".")[2], off)
-
-
-def _fit_to_task(config: RunConfig) -> None:
-    """Give `auto` the values that the task needs."""
-    data, task = config.data, config.task.name
-    if data.format is RowFormat.auto:
-        own = RowFormat.prompt_completion if task.traits.is_reinforcement else config.task.row_format
-        data.format = own or RowFormat.auto
-    if data.keep_columns is None:
-        data.keep_columns = task.traits.is_reinforcement
-    if config.evaluate.at_start is None:
-        config.evaluate.at_start = config.model.init is Init.pretrained
-    is_text = data.format is RowFormat.text
-    # Where rows may have images, their model decides: see run/images.py.
-    may_have_images = task.traits.is_of_next_tokens and not is_text and data.images.used is not False
-    if data.packing is Packing.auto and not may_have_images:
-        is_whole = config.task.answers_prompts or task.traits.head.gives_labels
-        by_rows = Packing.none if is_whole else Packing.concat if is_text else Packing.best_fit
-        data.packing = task.traits.packing or by_rows
-
-
-def to_yaml(config: RunConfig) -> str:
-    """Write the whole resolved config as a primary config file, which composes to an equal RunConfig.
-
-    The exceptions are `model.trust_remote_code`, `evaluate.lm_eval_include` and `report.alert_command`: no file may set
-    them, so they are left out when they are set.
-    """
-    head = ["# The resolved config of a run. To start one from it: hfdist run <this file>"]
-    for section, name in _RUNS_CODE:
-        value = getattr(getattr(config, section), name)
-        if value:
-            # A command may hold what is not for everybody.
-            text = "true" if value is True else "..." if name == "alert_command" else value
-            head.append(f"# The run also had {section}.{name}={text}, which only the command line can say.")
-    defaults = {"defaults": list(RUN_DEFAULTS)}
-    return "\n".join(head) + "\n" + to_yaml_text(defaults | to_values(config))
-
-
-def to_values(config: RunConfig) -> dict[str, object]:
-    """Give the resolved config as plain values, without what only the command line sets; ConfigError: a secret."""
-    values: dict[str, Any] = plain(config)
-    refuse_secrets(values, "")
-    for source in values["data"]["sources"].values():
-        # As it came to be, so that the key can still be overridden where these values are composed again.
-        source["epochs"] = None if source["epochs"] == config.train.epochs else source["epochs"]
-    for section, name in _RUNS_CODE:
-        if getattr(getattr(config, section), name):
-            del values[section][name]
-    return values
 
 
 def _texts(values: object) -> Iterator[tuple[str, str]]:

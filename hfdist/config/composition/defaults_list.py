@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from hfdist.config.composition.aliases import override_for, override_for_option
 from hfdist.config.composition.files import display, read_config
 from hfdist.config.composition.options import unknown_option
-from hfdist.config.composition.overrides import in_yaml
+from hfdist.config.composition.path_overrides import in_yaml
 from hfdist.config.composition.request import Request
 from hfdist.config.conf_folder import list_options, shipped_folder
 from hfdist.config.override_text import in_shell
@@ -77,7 +77,7 @@ def refuse_config_of_others(values: Mapping[str, object], place: str) -> None:
     }
     sets = values.get("datasets")
     if isinstance(sets, list) and len(sets) == 1 and isinstance(sets[0], dict):
-        # As axolotl names its data.
+        # Axolotl lists its data under this name.
         others["datasets"] = override_for("dataset", sets[0].get("path"))
     written = [
         override

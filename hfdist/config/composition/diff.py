@@ -7,7 +7,8 @@ import json
 from collections.abc import Iterable, Iterator, Mapping
 from typing import NamedTuple
 
-from hfdist.config.composition.compose import compose_config, to_values
+from hfdist.config.composition.compose import compose_config
+from hfdist.config.composition.config_text import to_values
 from hfdist.config.composition.earlier import as_now
 from hfdist.config.composition.files import refuse_references
 from hfdist.config.data import SourceConfig
@@ -18,36 +19,28 @@ from hfdist.config.strategy import Compression
 from hfdist.errors import CheckpointError, HfdistError
 from hfdist.records.run_folder import RunFolder
 
-_SAFE_KEYS = {
-    "where a run lies, what it says, saves and measures": (
-        "run.*", "report.*", "export.*", "checkpoint.*", "evaluate.*", "watch.*", "cost.*", "adapter.merge",
-        "train.eval_*", "data.eval_sources*", "data.eval_sequences", "train.compare_replicas_every",
-    ),
-    "when it gives up": (
-        "train.max_hours", "train.max_cost", "train.max_kwh", "train.deadline", "train.max_skipped_steps",
-        "train.max_rollbacks", "task.answer_seconds", "islands.timeout_seconds",
-    ),
-    "addresses of the same program; task.server itself changes who draws": (
-        "task.server_addresses", "task.server_key_variable", "task.generators_host", "islands.address", "islands.port",
-    ),
-    "the layout, and how a step is computed": (
-        "launch.*", "strategy.*", "model.loss", "model.attention", "optimizer.fused", "train.micro_batch_size",
-        "train.compile", "train.gradient_checkpointing", "train.recompute", "train.activation_offload",
-        "task.teacher_sharding", "islands.server_shards",
-    ),
-    "where the data lie: their cursor compares the content of files, and what becomes of images": (
-        "data.sources.*.path", "data.sources.*.index", "data.shard", "data.chat.template", "data.cache_dir",
-        "data.images.*",
-    ),
-    "how they are read ahead": (
-        "data.file_cache_bytes", "data.token_cache_bytes", "data.workers", "data.prefetch",
-    ),
-    "rows that are left out while a run goes on: the others stay where they were": (
-        "data.quarantine", "data.on_bad_rows",
-    ),
-}  # fmt: skip
-"""Patterns of keys under whose other values a training goes on as it would have, by what they say; `find_changes` has
-the exceptions."""
+_SAFE_KEYS = (
+    # Where a run lies, what it says, saves and measures.
+    "run.*", "report.*", "export.*", "checkpoint.*", "evaluate.*", "watch.*", "cost.*", "adapter.merge",
+    "train.eval_*", "data.eval_sources*", "data.eval_sequences", "train.compare_replicas_every",
+    # When it gives up.
+    "train.max_hours", "train.max_cost", "train.max_kwh", "train.deadline", "train.max_skipped_steps",
+    "train.max_rollbacks", "task.answer_seconds", "islands.timeout_seconds",
+    # Other addresses of the same program. `task.server` is not here: another program draws other answers.
+    "task.server_addresses", "task.server_key_variable", "task.generators_host", "islands.address", "islands.port",
+    # The layout, and how a step is computed.
+    "launch.*", "strategy.*", "model.loss", "model.attention", "optimizer.fused", "train.micro_batch_size",
+    "train.compile", "train.gradient_checkpointing", "train.recompute", "train.activation_offload",
+    "task.teacher_sharding", "islands.server_shards",
+    # Where the data lie. The data's cursor compares the content of files, and what becomes of images.
+    "data.sources.*.path", "data.sources.*.index", "data.shard", "data.chat.template", "data.cache_dir",
+    "data.images.*",
+    # How the data are read ahead.
+    "data.file_cache_bytes", "data.token_cache_bytes", "data.workers", "data.prefetch",
+    # Rows that are left out while a run goes on: the others stay where they were.
+    "data.quarantine", "data.on_bad_rows",
+)  # fmt: skip
+"""Patterns of keys that leave the training as it is, whatever their values; `find_changes` has the exceptions."""
 LENGTHS = ("train.max_steps", "train.epochs")
 """Keys of the length, which the rate of each step depends on under most schedules."""
 _COMPRESSION = "strategy.compression"
@@ -71,14 +64,14 @@ class Change(NamedTuple):
 
 
 def find_changes(before: Mapping[str, object], after: Mapping[str, object]) -> list[Change]:
-    """Compare two configs, each as `compose.to_values` gives them.
+    """Compare two configs, each as `config_text.to_values` gives them.
 
     A key that one of them lacks, as a config from before there was the key does, counts as its default; else as null.
     """
     old, new = dict(_leaves(before, "")), dict(_leaves(after, ""))
     keys = [*dict.fromkeys([*new, *old])]
     old, new = (_defaults(keys, values) | as_now(values) for values in (old, new))
-    safe = {key for patterns in _SAFE_KEYS.values() for pattern in patterns for key in fnmatch.filter(keys, pattern)}
+    safe = {key for pattern in _SAFE_KEYS for key in fnmatch.filter(keys, pattern)}
     if new.get(_COMPRESSION, Compression.none.name) != Compression.none.name:
         # It loses a part of the gradients; what goes on without it does not.
         safe -= {*fnmatch.filter(keys, f"{_COMPRESSION}*")}
@@ -95,7 +88,7 @@ def find_changes(before: Mapping[str, object], after: Mapping[str, object]) -> l
 
 
 def changes_since(folder: RunFolder, values: Mapping[str, object]) -> list[Change] | None:
-    """Compare a config, as `compose.to_values` gives it, with that in a run's folder; None: that cannot be read."""
+    """Compare a config, as `config_text.to_values` gives it, with that in a run's folder; None: that cannot be read."""
     try:
         refuse_references(folder.config)
         before = to_values(compose_config(name=folder.config.stem, extra_dir=folder.path))

@@ -49,7 +49,7 @@ def _keys(config: DictConfig) -> Iterator[str]:
     for line in to_yaml_text(OmegaConf.to_container(config, enum_to_str=True)).splitlines():
         match = _LINE.fullmatch(line)
         if match is None:
-            # An item of a list.
+            # The line is an item of a list.
             yield f"  {line}"
             continue
         indent = len(match["indent"])

@@ -1,8 +1,7 @@
-"""Turns what Hydra and OmegaConf raise into one ConfigError: key, place, value, what is allowed, and a way out."""
+"""What Hydra and OmegaConf raise of keys and values as one ConfigError: key, place, what is allowed, and a way out."""
 
 from __future__ import annotations
 
-import os
 import re
 from collections.abc import Iterator
 
@@ -16,16 +15,16 @@ from omegaconf.errors import (
 )
 
 from hfdist.config.composition.aliases import override_for
-from hfdist.config.composition.files import display, read_config
+from hfdist.config.composition.files import read_config
+from hfdist.config.composition.group_errors import explain_group, explain_missing_config
 from hfdist.config.composition.options import (
     defaults_line,
-    hint_for_option,
     override_for_synonym,
     overrides_in_yaml,
-    unknown_option,
 )
 from hfdist.config.composition.other_trainers import OWN_REWARD
-from hfdist.config.composition.overrides import COMMAND_LINE, GivenOverride, hint_for_file, in_yaml
+from hfdist.config.composition.overrides import GivenOverride
+from hfdist.config.composition.path_overrides import hint_for_file, in_yaml
 from hfdist.config.composition.request import Request
 from hfdist.config.composition.unknown_keys import unknown_key
 from hfdist.config.composition.value_hints import (
@@ -35,17 +34,17 @@ from hfdist.config.composition.value_hints import (
     hint_for_value,
     weighted_rewards,
 )
-from hfdist.config.conf_folder import list_options
 from hfdist.config.likely_keys import nearest_key
+from hfdist.config.override_text import COMMAND_LINE
 from hfdist.config.plain_values import flatten
-from hfdist.config.schema import all_keys, find_key, members
+from hfdist.config.schema import all_keys, find_key
 from hfdist.errors import ConfigError, first_line, nearest
 
 
 def explain(error: Exception, request: Request) -> ConfigError:
     """Translate an exception that Hydra raised while composing."""
     if isinstance(error, MissingConfigException):
-        return _missing_config(error, request)
+        return explain_missing_config(error, request)
     cause = _omegaconf_cause(error)
     override = _override_of(error, request)
     if override is not None and override.text.startswith("~"):
@@ -66,7 +65,7 @@ def explain(error: Exception, request: Request) -> ConfigError:
         return unknown_key(key, value, _place(error, override, key, request), request)
     if cause is not None:
         return _bad_value(cause, error, override, request)
-    return _bad_group(error, request)
+    return explain_group(error, request)
 
 
 def missing_value(key: str) -> ConfigError:
@@ -92,46 +91,6 @@ def explain_interpolation(error: OmegaConfBaseException) -> ConfigError:
     return ConfigError(what, where=error.full_key or None, allowed=allowed, hint=f"${{{near}}}" if near else None)
 
 
-def _missing_config(error: MissingConfigException, request: Request) -> ConfigError:
-    name = (error.missing_cfg_file or "").removesuffix(".yaml")
-    group, _, option = name.rpartition("/")
-    group = group.lstrip("/")
-    if not group:
-        names = {path for folder in request.folders for path in list_options(folder, ".")}
-        where = f"--config-name ({COMMAND_LINE})" if name == request.config_name else f"defaults list: {name}"
-        hint = nearest(name, sorted(names), "--config-name {}")
-        what, allowed = "there is no such primary config", ", ".join(sorted(names))
-        return ConfigError(what, where=where, found=name, allowed=allowed, hint=hint)
-    if name == request.config_name and os.path.isfile(f"{name}.yaml"):
-        what, hint = "a primary config by its name lies in the folder of --config-dir", f"--config {name}.yaml"
-        return ConfigError(what, where=f"--config-name ({COMMAND_LINE})", found=name, hint=hint)
-    groups, place = request.groups(), _file_place(error, request) or COMMAND_LINE
-    options = groups.get(group, [])
-    if not options:
-        hint = nearest(group, sorted(groups), f"{{}}: {option}")
-        return ConfigError(
-            f"there is no group `{group}`", where=place, found=name, allowed=", ".join(sorted(groups)), hint=hint
-        )
-    if any(os.path.isfile(folder / f"{name}.yml") for folder in request.folders):
-        hint = f"rename {option}.yml to {option}.yaml"
-    else:
-        own = f"add {group}/{option}.yaml to a folder and give --config-dir"
-        hint = hint_for_option(group, option, options) or own
-    return unknown_option(group, option, options, _chooser(group, option, request) or place, hint)
-
-
-def _chooser(group: str, option: str, request: Request) -> str | None:
-    """Name who chose an option: the command line, or the file of an experiment that it names."""
-    for override in request.overrides:
-        chosen = override.value_text.strip("'\"")
-        if override.key == group and chosen == option:
-            return COMMAND_LINE
-        path = request.file(f"{override.key}/{chosen}")
-        if path is not None and re.search(rf"{group}\s*:\s*{re.escape(option)}\b", path.read_text(encoding="utf-8")):
-            return display(path)
-    return None
-
-
 def _bad_value(
     cause: OmegaConfBaseException, error: Exception, override: GivenOverride | None, request: Request
 ) -> ConfigError:
@@ -147,7 +106,7 @@ def _bad_value(
     allowed, options = allowed_for(key), request.groups().get(key, [])
     of_source = None if isinstance(value, dict | list) else hint_for_source(key, str(value))
     if key.endswith("]"):
-        # An entry of a list.
+        # The value is an entry of a list.
         hint = nearest(str(value), re.findall(r"\w+", allowed or ""), key.partition("[")[0] + "=[{}]")
     elif options and isinstance(value, str):
         hint = _hint_for_option(key, value, options, is_in_file=is_in_file)
@@ -210,49 +169,6 @@ def _lists_for_mappings(request: Request) -> Iterator[tuple[str, object]]:
             yield name, value
 
 
-def _bad_group(error: Exception, request: Request) -> ConfigError:
-    """Translate what Hydra says of groups, and whatever else it says."""
-    message, groups = first_line(error), request.groups()
-    missing = re.match(r"(?:In '[^']+': )?Could not override '([^'@]+)", message)
-    if missing:
-        group, value = missing[1], request.value_of(missing[1])
-        place = COMMAND_LINE if value is not None else _place(error, None, group, request)
-        if group not in groups:
-            return unknown_key(group, value, place, request)
-        what = f"the primary config `{request.config_name}` lists no group `{group}`: no option can be replaced"
-        keys = members(group)
-        hint = f"single keys, such as {group}.{keys[0]}=..., or --config-name pretrain" if keys else None
-        return ConfigError(what, where=f"{group} ({place})", found=value, hint=hint)
-    twice = re.match(r"(\S+) appears more than once in the final|Multiple values for (\S+)\.", message)
-    if twice:
-        group = (twice[1] or twice[2]).partition("@")[0]
-        what, value = f"two options of the group `{group}` are chosen", request.value_of(group)
-        if value is None:
-            return _twice_in_a_file(what, group, _file_place(error, request, group) or "a defaults list")
-        hint = f"{group}={value} (without the +), or `override /{group}: {value}` in a file's defaults list"
-        return ConfigError(what, where=f"{group} ({COMMAND_LINE})", found=f"+{group}={value}", hint=hint)
-    for override in request.overrides:
-        if override.key in groups and not isinstance(override.value, (str, list)):
-            group, options = override.key, groups[override.key]
-            option = override.value_text
-            hint = override_for_synonym(group, option, options) or f"{group}={options[0]}"
-            return unknown_option(group, option, options, COMMAND_LINE, hint)
-    place = _file_place(error, request) or request.config_name
-    late = re.search(r"Override '[^']+' is defined before '([^']+)'", message)
-    if late:
-        return ConfigError(
-            "a line of the defaults list stands after an override",
-            where=place,
-            hint=f"`- {late[1]}` before the first `override`",
-        )
-    return ConfigError(f"the config cannot be composed: {message}", where=place)
-
-
-def _twice_in_a_file(what: str, group: str, place: str) -> ConfigError:
-    hint = f"`- override /{group}: OPTION` in place of `- {group}: OPTION`"
-    return ConfigError(what, where=f"{group} ({place})", hint=hint)
-
-
 def _omegaconf_cause(error: BaseException) -> OmegaConfBaseException | None:
     """Give the exception of OmegaConf that knows the key, at whatever depth Hydra has wrapped it."""
     link: BaseException | None = error
@@ -276,16 +192,4 @@ def _override_of(error: Exception, request: Request) -> GivenOverride | None:
 
 
 def _place(error: Exception, override: GivenOverride | None, key: str, request: Request) -> str:
-    return COMMAND_LINE if override is not None else _file_place(error, request, key) or COMMAND_LINE
-
-
-def _file_place(error: Exception, request: Request, key: str = "") -> str | None:
-    """Name the file that Hydra names, with the line of the key where that is certain."""
-    named = re.search(r"\b[Ii]n '?([\w./-]+?)'?(?=[:,])", str(error))
-    path = request.file(named[1]) if named else None
-    if path is None:
-        return None
-    leaf = re.escape(key.rpartition(".")[2])
-    lines = path.read_text(encoding="utf-8").splitlines()
-    hits = [number for number, line in enumerate(lines, 1) if leaf and re.match(rf"\s*(- )?{leaf}\s*:", line)]
-    return f"{display(path)}, line {hits[0]}" if len(hits) == 1 else display(path)
+    return COMMAND_LINE if override is not None else request.place_named(str(error), key) or COMMAND_LINE

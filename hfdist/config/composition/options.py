@@ -6,7 +6,7 @@ import difflib
 import re
 
 from hfdist.config.composition.aliases import override_for_option
-from hfdist.config.composition.overrides import PATH_KEYS, hint_for_file, in_yaml
+from hfdist.config.composition.path_overrides import PATH_KEYS, hint_for_file, in_yaml
 from hfdist.config.conf_folder import list_options, shipped_folder
 from hfdist.config.run import TRACKERS
 from hfdist.config.schema import OFF

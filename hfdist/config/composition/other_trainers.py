@@ -91,7 +91,7 @@ _OVERRIDES = {
     "strategy=fsdp2": "fsdp fsdp_config sharding_strategy fsdp_sharding_strategy",
     **{
         f"strategy.{axis}={{value}}": f"{axis[0]}p {axis[0]}p_size {axis}_parallel_size"
-        # Megatron's names of axes that divide the model.
+        # Axes that divide the model, as Megatron names them.
         + f" {axis}_model_parallel_size" * (axis in ("pipeline", *PARTS))
         for axis in ("data", *MODEL_AXES)
     },

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import os
 import re
 import shlex
 from collections.abc import Sequence
@@ -13,19 +12,17 @@ from pathlib import Path
 from hydra.core.override_parser.types import Override, OverrideType
 from hydra.errors import HydraException
 
-from hfdist.config.checks.deepspeed import PLACE, read_deepspeed_file
-from hfdist.config.checks.paths import mixture_hint
 from hfdist.config.checks.urls import refuse_secrets
 from hfdist.config.composition.aliases import override_for, reason_against
+from hfdist.config.composition.path_overrides import refuse_bare_paths, refuse_second_data, write_paths_out
 from hfdist.config.composition.refused_values import refuse_target
-from hfdist.config.conf_folder import list_groups, list_options, shipped_folder
-from hfdist.config.override_text import as_override, parse_override
+from hfdist.config.conf_folder import groups_with, shipped_folder
+from hfdist.config.override_text import ALLOWED, COMMAND_LINE, parse_override
 from hfdist.config.plain_values import flatten
 from hfdist.config.schema import Key, all_keys, find_key, members
 from hfdist.errors import ConfigError, nearest
 from hfdist.records.run_folder import is_run_folder
 
-COMMAND_LINE = "command line"
 _SOURCES = ("data.sources", "data.eval_sources")
 _PREFIXES = {OverrideType.CHANGE: "", OverrideType.ADD: "+", OverrideType.FORCE_ADD: "++"}
 
@@ -45,16 +42,6 @@ class GivenOverride:
         return self.text.partition("=")[2]
 
 
-PATH_KEYS = {"data": "data.sources.files.path", "model": "model.name"}
-"""Groups that take a path in place of an option, and the key that then has the path."""
-_PATH_OPTIONS = {"data": "files", "model": "hub"}
-"""The options of these groups that read the path."""
-# Of several models with commas only a sweep takes one.
-_PATH_PATTERNS = {"data": re.compile(r"[/*?\\]|\.\w"), "model": re.compile(r"^[^,]*/[^,]*$|\.gguf$")}
-_ALLOWED = "key=value or group=option"
-_OF_MODELS = ("config.json", "adapter_config.json", "tokenizer.json", "model.safetensors")
-
-
 def prepare_overrides(
     texts: Sequence[str], recipe: str = "pretrain", folders: Sequence[Path] = ()
 ) -> list[GivenOverride]:
@@ -69,20 +56,17 @@ def prepare_overrides(
     Args:
         texts: the arguments.
         recipe: to name in messages.
-        folders: of configs, whose options a name stands for before it stands for a file; hfdist's own are among them.
+        folders: folders of configs, hfdist's own among them: a name stands for an option in them, and only else for
+            a file.
 
     Raises:
         ConfigError: not an override, a sweep, a setting of Hydra, a `_target_`, or a secret.
     """
-    files = [text.removeprefix("data=").strip("\"'") for text in texts if text.startswith("data=")]
-    if len({*files}) > 1 and all(_PATH_PATTERNS["data"].search(file) for file in files):
-        # The last one would win, as of any key; but who names two files wants both.
-        where, hint = f"data ({COMMAND_LINE})", mixture_hint(dict.fromkeys(files))
-        raise ConfigError("files are given twice", where=where, found=" ".join(files), hint=hint)
     folders = folders or (shipped_folder(),)
+    refuse_second_data(texts)
     _refuse_split(texts)
-    _refuse_bare_paths(texts)
-    return [_prepare(part, recipe) for text in texts for part in _name_files(text, folders)]
+    refuse_bare_paths(texts)
+    return [_prepare(part, recipe) for text in texts for part in write_paths_out(text, folders)]
 
 
 def _refuse_split(texts: Sequence[str]) -> None:
@@ -97,60 +81,7 @@ def _refuse_split(texts: Sequence[str]) -> None:
                 if ends:
                     whole = " ".join(texts[place : ends[0] + 1])
                     what, hint = "the shell has split a value at its spaces", shlex.quote(whole)
-                    raise ConfigError(what, where=COMMAND_LINE, found=whole, allowed=_ALLOWED, hint=hint)
-
-
-def _refuse_bare_paths(texts: Sequence[str]) -> None:
-    """Refuse files and folders that stand alone: a model or data is probably meant."""
-    bare = [text for text in texts if "=" not in text and os.path.exists(text) and not is_run_folder(text)]
-    if not bare or any(text.endswith((".yaml", ".yml")) or _groups_with(text) for text in bare):
-        return
-    models = [text for text in bare if _is_model(text)]
-    files = [text for text in bare if text not in models]
-    hints = [shlex.quote(f"model={text if '/' in text else f'./{text}'}") for text in models[:1]]
-    if files:
-        one = files[0] if "/" in files[0] else f"./{files[0]}"
-        hints.append(shlex.quote(f"data={one}") if len(files) == 1 else mixture_hint(files))
-    hint = " ".join(hints)
-    raise ConfigError("this is not an override", where=COMMAND_LINE, found=" ".join(bare), allowed=_ALLOWED, hint=hint)
-
-
-def in_yaml(key: str, value: object) -> str:
-    """Write a key with dots as a file has it: `train: {max_steps: 2}`."""
-    first, *names = key.split(".")
-    nested = str(value)
-    for name in reversed(names):
-        nested = f"{{{name}: {nested}}}"
-    return f"{first}: {nested}"
-
-
-def hint_for_file(key: str, value: str) -> str | None:
-    """Say what a file has in place of a path that the command line takes for a group; None: it is no path of one."""
-    if key not in PATH_KEYS or not _PATH_PATTERNS[key].search(value):
-        return None
-    several = re.findall(r"'([^']+)'", value) if value.startswith("[") else []
-    if several and key == "data":
-        parts = ", ".join(f"part{number}: {{path: {file}}}" for number, file in enumerate(several, 1))
-        return f"`data: {{sources: {{{parts}}}}}`, and `- override /data: mixture` in the defaults list"
-    return f"`{in_yaml(PATH_KEYS[key], value)}`, and `- override /{key}: {_PATH_OPTIONS[key]}` in the defaults list"
-
-
-def _name_files(text: str, folders: Sequence[Path]) -> list[str]:
-    """Write out what a path stands for: `data=FILES`, `model=FOLDER`, and the keys of a DeepSpeed config file."""
-    key, _, value = text.partition("=")
-    if key.lstrip("+") == PLACE and value.endswith(".json"):
-        where = f"{PLACE} ({COMMAND_LINE})"
-        return [as_override(PLACE, read_deepspeed_file(value, where))]
-    if key not in PATH_KEYS or not (_PATH_PATTERNS[key].search(value) or _is_there(key, value, folders)):
-        return [text]
-    path = value.strip("\"'").replace("'", "\\'")
-    return [f"{key}={_PATH_OPTIONS[key]}", f"{PATH_KEYS[key]}='{path}'"]
-
-
-def _is_there(group: str, name: str, folders: Sequence[Path]) -> bool:
-    """Whether a name without a slash is that of a file or folder here, and of no option."""
-    is_one = bool(name) and (_is_model(name) if group == "model" else os.path.exists(name))
-    return is_one and not any(name in list_options(folder, group) for folder in folders)
+                    raise ConfigError(what, where=COMMAND_LINE, found=whole, allowed=ALLOWED, hint=hint)
 
 
 def _prepare(text: str, recipe: str) -> GivenOverride:
@@ -221,15 +152,6 @@ def _for_hydra(override: Override, text: str) -> str:
     return f"{'++' if is_free_member else prefix}{key}={value}"
 
 
-def _is_model(path: str) -> bool:
-    return path.endswith(".gguf") or any(os.path.exists(os.path.join(path, name)) for name in _OF_MODELS)
-
-
-def _groups_with(option: str) -> list[str]:
-    folder = shipped_folder()
-    return [group for group in list_groups(folder) if option in list_options(folder, group)]
-
-
 def _not_an_override(text: str) -> ConfigError:
     key, equals, value = text.partition("=")
     known = all_keys().get(key)
@@ -243,7 +165,7 @@ def _not_an_override(text: str) -> ConfigError:
         hint = f"{text[:-1]}=VALUE, without a space"
     elif not equals and is_run_folder(text):
         hint = f"--config {text.rstrip('/')}/config.yaml has the config of that run"
-    elif not equals and (groups := _groups_with(text)):
+    elif not equals and (groups := groups_with(shipped_folder(), text)):
         hint = ", or ".join(f"{group}={text}" for group in groups)
     elif not equals and known:
         hint = f"{key}=... without spaces around the ="
@@ -259,4 +181,4 @@ def _not_an_override(text: str) -> ConfigError:
         hint = f"quote it, for the shell and for the config: '{key.strip()}=\"{value.strip()}\"'"
     else:
         hint = nearest(key, all_keys(), "{}=...") or "optimizer.lr=1e-3 or strategy=zero2"
-    return ConfigError("this is not an override", where=COMMAND_LINE, found=text, allowed=_ALLOWED, hint=hint)
+    return ConfigError("this is not an override", where=COMMAND_LINE, found=text, allowed=ALLOWED, hint=hint)

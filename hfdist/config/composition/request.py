@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from hfdist.config.composition.files import read_config
+from hfdist.config.composition.files import display, read_config
 from hfdist.config.composition.overrides import GivenOverride
 from hfdist.config.conf_folder import list_groups, list_options
 from hfdist.config.plain_values import flatten
@@ -44,3 +45,14 @@ class Request:
         """Give what the primary config has for a key; None: nothing, or it is hfdist's own."""
         path = self.file(self.config_name)
         return None if path is None else dict(flatten(read_config(path), "")).get(key)
+
+    def place_named(self, message: str, key: str = "") -> str | None:
+        """Name the file that a message of Hydra names, with the line of `key` where that is certain; None: no file."""
+        named = re.search(r"\b[Ii]n '?([\w./-]+?)'?(?=[:,])", message)
+        path = self.file(named[1]) if named else None
+        if path is None:
+            return None
+        leaf = re.escape(key.rpartition(".")[2])
+        lines = path.read_text(encoding="utf-8").splitlines()
+        hits = [number for number, line in enumerate(lines, 1) if leaf and re.match(rf"\s*(- )?{leaf}\s*:", line)]
+        return f"{display(path)}, line {hits[0]}" if len(hits) == 1 else display(path)

@@ -17,9 +17,9 @@ from omegaconf.errors import OmegaConfBaseException
 from hfdist.config.checks.urls import refuse_secrets
 from hfdist.config.composition.aliases import override_for, reason_against
 from hfdist.config.composition.files import display, read_config
-from hfdist.config.composition.overrides import COMMAND_LINE, refuse_number
+from hfdist.config.composition.overrides import refuse_number
 from hfdist.config.conf_folder import list_options, shipped_folder
-from hfdist.config.override_text import parse_override
+from hfdist.config.override_text import COMMAND_LINE, parse_override
 from hfdist.config.paths import expand_user
 from hfdist.config.plain_values import check_items, flatten, plain
 from hfdist.config.schema import ANY_NAME, Key, all_keys, keys_of, values_by_key
@@ -39,7 +39,7 @@ class Section(Generic[T]):
     def __init__(self, kind: type[T], group: str) -> None:
         self._kind, self._group, self._prefix = kind, group, f"{group}."
         self.keys: Mapping[str, Key] = {key.name: key for key in keys_of(kind, self._prefix)}
-        """By the full name."""
+        """All keys of the section by their full names."""
 
     def compose(self, path: Path, overrides: Sequence[str] = ()) -> T:
         """Merge a file and overrides over the defaults, and check them; ConfigError: the first mistake."""
@@ -75,7 +75,7 @@ class Section(Generic[T]):
         """Give the file of a name, or of a path.
 
         Args:
-            name: of a file in the folder, or the path of a file.
+            name: the name of a file in the folder, or the path of a file.
             own: see `options`.
             key: the key that names it, for messages.
             hint: what to try where no name is near.

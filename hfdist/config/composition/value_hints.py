@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable
 
 from hfdist.config.composition.other_trainers import VALUES
-from hfdist.config.composition.overrides import in_yaml
+from hfdist.config.composition.path_overrides import in_yaml
 from hfdist.config.composition.quantities import read_quantity
 from hfdist.config.conf_folder import list_options, shipped_folder
 from hfdist.config.run import AUTO

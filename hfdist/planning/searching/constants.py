@@ -144,8 +144,8 @@ def _of_parts(block: PartCosts, read: float) -> PartCosts:
     """Give the costs of a block of which `read` bytes of a sequence are made whole on each tensor rank."""
     whole = {mode: max(grown.whole, 1.0) for mode, grown in block.kept.items()}
     share = min(1.0, read / whole[None])
-    # Of what is made whole a rank keeps its part. Where cheap things are computed again it keeps products, too, that
-    # are not yet summed.
+    # A rank keeps its part of what is made whole. Where cheap operations are computed again, it also keeps products
+    # that are not yet summed.
     products = max(0.0, 1 - whole[Recompute.all] / whole[Recompute.cheap])
     shares = {None: 0.0, Recompute.cheap: products, Recompute.all: 0.0}
 

@@ -28,7 +28,7 @@ from hfdist.topology import MODEL_AXES
 _MOST_PLAYED = 1024
 """The most forwards of stages for which a pipeline's schedule is played: torch takes a second to write it out."""
 _LOW, _HIGH = 0.85, 1.15
-"""Range of a peak by formula, as shares of it; a trace is nearer."""
+"""Range of the measured peak, as shares of one by formula; a trace is nearer."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,7 +70,11 @@ class Machines:
 class Evaluator:
     """Memory and time of layouts of one run, by formulas.
 
-    `stages`: the blocks of stages that are chosen already, by the ranks of the stages; others are made even.
+    Args:
+        config: the run's config.
+        model: the model's constants, as `measure` gives them.
+        machines: where the run is to be.
+        stages: the blocks of stages that are chosen already, by the ranks of the stages; others are made even.
     """
 
     def __init__(
@@ -102,31 +106,37 @@ class Evaluator:
         return select_strategy(config.strategy, config.train, topology=topology, batch=batch, device_type=device_type)
 
     def least_bytes(self, layout: Layout) -> float:
-        """Give what a rank holds at the least, however state is sharded."""
+        """Give the least bytes that a rank holds, however state is sharded."""
         ways: dict[type[Strategy], Layout] = {Strategy: layout}
         if not layout.splits_model:
-            # It takes time that other layouts save.
+            # Imported here: it takes time, which layouts with a split model do not need.
             from hfdist.strategies.deepspeed.zero import ZeroStrategy
 
             # DeepSpeed holds its weights in half precision, and the second stage has the smallest buffers.
             ways[ZeroStrategy] = replace(layout, sharding=Sharding.zero2)
-        loads, least = even_loads(self.model, layout), _least(layout)
+        loads, least = even_loads(self.model, layout), _least_fractions(layout)
         sizes = {way: rank_sizes(self.model, sharded, way, least, loads) for way, sharded in ways.items()}
         return min(peak(way, of_way)[1].total for way, of_way in sizes.items())
 
     def least_seconds(self, layout: Layout, *, with_model_axes: bool = False) -> float:
-        """Give what a step takes at the least: its arithmetic, shared out evenly, and perhaps what the ranks of a
-        replica send each other.
+        """Give the least seconds of a step, by its arithmetic alone, shared out evenly.
+
+        `with_model_axes`: with what the ranks of a replica send each other.
         """
         strategy, loads = self.strategy(layout), even_loads(self.model, layout)
-        costs = rank_costs(self.model, strategy, rank_sizes(self.model, layout, strategy, _least(layout), loads), loads)
+        costs = rank_costs(
+            self.model, strategy, rank_sizes(self.model, layout, strategy, _least_fractions(layout), loads), loads
+        )
         if with_model_axes:
             sent = self._traffic(layout, strategy, {})
             costs = replace(costs, traffic=tuple(one for one in sent if one.axis in MODEL_AXES))
         return self.time(costs, strategy).seconds
 
     def evaluate(self, layout: Layout, *, most_seconds: float = inf) -> Candidate | None:
-        """Give memory and time of a layout; None: it does not fit, the run refuses it, or it takes as long as that."""
+        """Give memory and time of a layout.
+
+        None: it does not fit, the run refuses it, or a step takes `most_seconds` or longer.
+        """
         model = self.model
         if (layout.tensor, layout.expert) not in model.shares or (layout.context > 1 and not model.shares_tokens):
             return None
@@ -147,7 +157,7 @@ class Evaluator:
         sent = self._traffic(layout, strategy, loads)
         costs = [replace(rank_costs(model, strategy, sizes[rank], own), traffic=sent) for rank, own in loads.items()]
         is_played = layout.pipeline * layout.stages_per_rank * layout.num_microbatches <= _MOST_PLAYED
-        # Otherwise the rank with most to compute stands for all.
+        # Where the schedule is too long to be played, the rank with most to compute stands for all.
         time = self.time(costs if is_played else max(costs, key=_flops), strategy)
         if time.seconds >= most_seconds:
             return None
@@ -162,12 +172,12 @@ class Evaluator:
         )
 
     def _loads(self, layout: Layout) -> dict[int, list[Load]]:
-        """The stages of pipeline ranks; PartitionError: fewer blocks than stages."""
+        """Give the stages of each pipeline rank; PartitionError: there are fewer blocks than stages."""
         if layout.pipeline == 1:
             return {0: even_loads(self.model, layout)}
         ranks = rank_of_stage(layout.schedule, layout.pipeline, layout.stages_per_rank)
         if ranks not in self._stages:
-            # Even ranks of several stages take a while to find.
+            # Kept: to share blocks out evenly over ranks of several stages takes a while.
             self._stages[ranks] = partition(self.model.balance, ranks)
         return {rank: loads_of(self.model, self._stages[ranks], ranks, rank) for rank in range(layout.pipeline)}
 
@@ -189,7 +199,7 @@ class Evaluator:
         return traffic(strategy, sizes, devices_per_machine=self.machines.per_machine)
 
     def _elements(self, loads: Sequence[Load]) -> float:
-        """Count a rank's parameters as `ModelConstants.parameters` does."""
+        """Count a rank's parameters, in the unit of `ModelConstants.parameters`."""
         parts = [part for load in loads for part in parts_of(self.model, self.model.shares[1, 1], load)]
         return sum(part.parameters * number for part, _, number in parts)
 
@@ -208,8 +218,11 @@ def _flops(costs: RankCosts) -> float:
     return sum(stage.forward.flops + stage.backward.flops for stage in costs.stages)
 
 
-def _least(layout: Layout) -> ShardFractions:
-    """Less than this a rank holds of no state; a pipeline gathers weights, and keeps gradients, for a whole step."""
+def _least_fractions(layout: Layout) -> ShardFractions:
+    """Give the least shares of the state that any sharding leaves on a rank.
+
+    A pipeline gathers weights, and keeps gradients, for a whole step.
+    """
     share = 1.0 / (layout.data * layout.context)
     if layout.pipeline > 1:
         return ShardFractions(optimizer=share)

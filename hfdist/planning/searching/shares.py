@@ -33,9 +33,9 @@ def find_shares(
     """Give the shares by (tensor, expert) degree, of those that go with the model; (1, 1) is always there.
 
     Args:
-        model: whole; on fake tensors, too.
+        model: the whole model; its tensors may be fake.
         blocks: one of each kind.
-        tensor_plans: by degree, from `find_tensor_plans`.
+        tensor_plans: the plans by degree, as `find_tensor_plans` gives them.
     """
     experts = _expert_parameters(model)
     degrees = divisors(math.gcd(*experts.values())) if experts else [1]

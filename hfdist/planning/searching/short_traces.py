@@ -269,7 +269,7 @@ class _Around:
 
     def __init__(self, measurement: _Measurement, number: int) -> None:
         self.calls: dict[int, list[_Call]] = {}
-        """By kind of block: how the model calls its modules."""
+        """How the model calls the modules of a block, by the block's kind."""
         self.prologue, self.epilogue = PartTrace(), PartTrace()
         self._measurement = measurement
         self._last = BlockPlace(len(measurement.blocks) - 1, len(measurement.blocks[0]) - 1)

@@ -21,7 +21,7 @@ from hfdist.records.lines import Line, append_line, read_lines
 
 COMPONENTS = ("compute", "memory", "kernels", "link")
 _VERSION = 1
-"""Of the way in which ideal seconds are counted: factors of one way are wrong for another."""
+"""Version of the way in which ideal seconds are counted: factors of one way are wrong for another."""
 _PRIOR = {"compute": 0.5, "memory": 0.7, "kernels": 0.7, "link": 0.7}
 """Standard deviations of the logarithms of the factors about their defaults, where no step says more."""
 _NOISE = 0.05
@@ -29,6 +29,7 @@ _NOISE = 0.05
 _OUTLIER = 1.5
 """Residuals of more standard deviations than this count less (Huber)."""
 _ROUNDS = 50
+"""Most steps of the fit."""
 _LEAST_SPREAD = 1.05
 
 
@@ -44,6 +45,10 @@ class Factors:
     """A step lies between its seconds over this, and times this."""
     num_steps: int = 0
     """Number of timed steps from which these factors come; 0: none, they are defaults."""
+
+    def times(self, name: str, factor: float) -> Factors:
+        """Give these factors with that of one component so many times as large."""
+        return replace(self, **{name: factor * getattr(self, name)})
 
     def apply(self, ideal: Mapping[str, float]) -> float:
         """Give the seconds of a step from its components."""

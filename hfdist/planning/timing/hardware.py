@@ -112,13 +112,13 @@ def _measure() -> _Speeds:
             value = value * 1.5
         value.sum().backward()
 
-    # Forward and backward of each.
+    # Each operation has a forward and a backward.
     kernel = _seconds(chain) / (2 * _NUM_SMALL)
     if dist.get_world_size() == 1:
         return _Speeds(fp32, bf16, bandwidth, kernel, sent_bytes=bandwidth, message_seconds=kernel)
     few, many = torch.ones(16), torch.ones(_SENT_BYTES // 4)
     share = (dist.get_world_size() - 1) / dist.get_world_size()
-    # The same number of rounds on all ranks.
+    # A collective needs the same number of rounds on all ranks.
     latency = _seconds(lambda: dist.all_reduce(few), num_rounds=30)
     link = 2 * share * _SENT_BYTES / _seconds(lambda: dist.all_reduce(many), num_rounds=8)
     # The ring of gloo passes on so many messages, one after the other.
@@ -146,5 +146,5 @@ def _seconds(action: Callable[[], object], *, num_rounds: int | None = None) -> 
         begin = clock()
         action()
         rounds.append(clock() - begin)
-    # The first ones warm up.
+    # The first rounds warm up, and do not count.
     return median(rounds[len(rounds) // 4 :])

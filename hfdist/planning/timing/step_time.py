@@ -16,7 +16,6 @@ import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from hfdist.config.hardware import START_SECONDS, Hardware
 from hfdist.config.strategy import Offload
@@ -39,6 +38,7 @@ _SPLIT_AGAIN = 0.5
 Measured on a CPU, two halves take 1.10 of a whole backward at a width of 320, and 1.01 to 1.02 at 1,024.
 """
 _SLOPE = 1e-6
+"""By which share a factor is made larger to find how a step depends on it."""
 _PIPELINE = "pipeline"
 _IN_BLOCKS = tuple(axis for axis in MODEL_AXES if axis != _PIPELINE)
 """Axes whose ranks wait for each other within each block."""
@@ -87,10 +87,9 @@ def step_parts(
     # With all factors twice as large a step takes twice as long. So the slopes, times the factors, add up to the step.
     ideal = {}
     for name in COMPONENTS:
-        factor: float = getattr(factors, name)
-        longer: dict[str, Any] = {name: factor * (1 + _SLOPE)}
-        more = _time(every, strategy, _Clock(hardware, train, strategy, replace(factors, **longer)))
-        ideal[name] = max(0.0, (more.seconds - whole.seconds) / (factor * _SLOPE))
+        longer = factors.times(name, 1 + _SLOPE)
+        more = _time(every, strategy, _Clock(hardware, train, strategy, longer))
+        ideal[name] = max(0.0, (more.seconds - whole.seconds) / (getattr(factors, name) * _SLOPE))
     return StepParts(time=whole, ideal=ideal)
 
 
@@ -162,6 +161,7 @@ class _Rank:
     """Seconds of one rank."""
 
     stages: list[StageSeconds]
+    """Seconds of a micro batch in each stage that the rank runs."""
     optimizer: float
     exposed: dict[str, float] = field(default_factory=dict)
     """Seconds by axis, without what is in the blocks of a pipeline, and without messages between its stages."""
@@ -206,7 +206,7 @@ def _rank_seconds(costs: RankCosts, num_microbatches: int, clock: _Clock) -> _Ra
     exposed, message = _exposed(costs.traffic, room, clock)
     in_blocks = sum(exposed.get(axis, 0.0) for axis in _IN_BLOCKS) / num_microbatches
     if any(one.kind == SEND for one in costs.traffic):
-        # Half in the forward and half in the backward of each stage.
+        # Half of the waiting is in the forward and half in the backward of each stage.
         each = in_blocks / len(costs.stages) / 2
         forwards, backwards = [s + each for s in forwards], [s + each for s in backwards]
     again = [_SPLIT_AGAIN * clock.compute(replace(stage.backward, flops=0.0)) for stage in costs.stages]
@@ -224,7 +224,9 @@ def _rank_seconds(costs: RankCosts, num_microbatches: int, clock: _Clock) -> _Ra
 def _exposed(traffic: Sequence[AxisTraffic], room: dict[Phase, float], clock: _Clock) -> tuple[dict[str, float], float]:
     """Give the seconds of traffic that are not hidden, by axis, and those of one message between stages."""
     exposed: dict[str, float] = defaultdict(float)
-    left = {(phase, count): room[phase] * count for phase in room for count in {one.microbatches for one in traffic}}
+    # Seconds in which a phase may still hide traffic, in so many micro batches.
+    counts = {one.microbatches for one in traffic}
+    left = {(phase, count): seconds * count for phase, seconds in room.items() for count in counts}
     message = 0.0
     for one in traffic:
         seconds = clock.send(one)

@@ -21,7 +21,7 @@ from hfdist.strategies.tensor.plan import TensorPlan, first_plan
 from hfdist.strategies.traffic import FrozenSizes, StepSizes, TensorSizes
 
 _LARGEST_SMALL = 100_000
-"""Elements: `stage3_param_persistence_threshold`."""
+"""Most elements of a small parameter, which ZeRO-3 does not partition: `stage3_param_persistence_threshold`."""
 
 
 def traffic(strategy: Strategy, sizes: StepSizes, *, devices_per_machine: int) -> tuple[AxisTraffic, ...]:
@@ -69,7 +69,7 @@ def step_sizes(
         is_gpu: whether ranks will have GPUs.
         plan: plan of the tensor ranks; None: the first that fits.
         stepped_whole: see `optim.registry.stepped_whole`.
-        frozen: of another model beside it.
+        frozen: the sizes of another model beside it, which does not train.
 
     Raises:
         ConfigError: the model cannot be divided over so many tensor ranks.

@@ -34,7 +34,7 @@ else:
 def be_program(read: int, write: int) -> None:
     """Run the program that comes, and call its functions."""
     module = ModuleType("program")
-    # dataclasses look for the module of a class there.
+    # dataclasses look up the module of a class here.
     sys.modules["program"] = module
 
     def load(source: str) -> None:

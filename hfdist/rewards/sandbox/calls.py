@@ -17,7 +17,7 @@ LOAD = "<program>"
 _LONGEST = 2**20
 """Bytes of a message."""
 _ENDS = (StopIteration, StopAsyncIteration)
-"""Exceptions that would end an iteration in the tests."""
+"""Exceptions that would end an iteration in the tests: `all(map(f, values))` would be true where it has ended."""
 _PLAIN = (bool, int, float, complex, str, bytes, list, tuple, set, frozenset, dict)
 
 
@@ -140,7 +140,6 @@ def _nearest(names: object, text: str) -> BaseException:
         return LostError(text)
     kinds = [getattr(builtins, str(name), None) for name in names] if type(names) is list else []
     for kind in kinds:
-        # `all(map(f, values))` is true where it has ended.
         if isinstance(kind, type) and issubclass(kind, Exception) and not issubclass(kind, _ENDS):
             try:
                 return kind(text)

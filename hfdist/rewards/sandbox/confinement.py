@@ -54,7 +54,7 @@ _FIRST_RECENT = 424
 """Calls from here on have one number on all machines. None is allowed, and C libraries do without them."""
 _WRITES = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 _MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
-"""By name: the column of its numbers, and what the kernel calls it (AUDIT_ARCH)."""
+"""Kinds of machines by name: the column of its numbers of calls, and the kernel's constant for it (AUDIT_ARCH)."""
 
 _LOAD, _EQUAL, _AT_LEAST, _ANY_BIT, _RETURN = 0x20, 0x15, 0x35, 0x45, 0x06
 _PASS, _EACCES, _ENOSYS, _KILL = 0x7FFF0000, 0x0005000D, 0x00050026, 0x80000000

@@ -19,7 +19,7 @@ WITHOUT_LANDLOCK = "code_without_landlock"
 """Name of the reward `code` for kernels that do not keep programs from reading files; only used if it is named."""
 
 _LONGEST_START = 300
-"""Bytes of the first line."""
+"""Most bytes of the first line, which says whether the sandbox has begun."""
 
 
 @dataclass(frozen=True, kw_only=True)

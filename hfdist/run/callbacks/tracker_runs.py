@@ -24,7 +24,7 @@ from transformers.integrations.integration_utils import (
 )
 
 from hfdist.atomic_write import remove_unfinished, write_atomically
-from hfdist.config.composition.compose import to_values, to_yaml
+from hfdist.config.composition.config_text import to_values, to_yaml
 from hfdist.config.plain_values import flatten
 from hfdist.config.run import RunConfig
 from hfdist.records import RunFolder, read_lines

@@ -13,7 +13,7 @@ from huggingface_hub import ModelCardData
 
 from hfdist.config.checks.budgets import BUDGETS
 from hfdist.config.checks.urls import redact, scheme_of
-from hfdist.config.composition.compose import to_values
+from hfdist.config.composition.config_text import to_values
 from hfdist.config.composition.yaml_text import to_yaml_text
 from hfdist.config.data import SourceKind
 from hfdist.config.model import Init

@@ -11,7 +11,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState
 
 from hfdist.atomic_write import write_atomically
 from hfdist.collectives import on_rank_zero
-from hfdist.config.composition.compose import to_yaml
+from hfdist.config.composition.config_text import to_yaml
 from hfdist.config.run import RunConfig
 from hfdist.records import RunRecorder
 from hfdist.records.lines import set_aside

@@ -16,7 +16,7 @@ from hfdist.run.callbacks.traffic import Traffic
 from hfdist.run.own_plan import runtime_bytes, take_plan
 from hfdist.run.parts.part import Part
 from hfdist.run.state import RunState
-from hfdist.watch.diagnosis import SAVING
+from hfdist.watch.heartbeat import SAVING
 
 
 class TimelinePart(Part):

@@ -18,7 +18,7 @@ from hfdist.errors import printable
 logger = logging.getLogger(__name__)
 
 _LONGEST_SECONDS = 30.0
-"""Then it is killed."""
+"""Seconds after which a command that still runs is killed."""
 
 
 class AlertCommand:
@@ -66,7 +66,7 @@ class AlertCommand:
         try:
             process.communicate(text, _LONGEST_SECONDS)
         except subprocess.TimeoutExpired:
-            # With its children.
+            # The whole group: a command may have children.
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
             logger.warning("report.alert_command took more than %g s, and was killed", _LONGEST_SECONDS)

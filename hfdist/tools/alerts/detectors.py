@@ -77,7 +77,7 @@ class LossSpike:
         elif self._before:
             before = list(self._before)
             level = median(before)
-            # Around the level, or around a trend.
+            # The larger of the noise around a trend and of that around the level.
             usual = max(
                 deviation_from_trend(before), _DEVIATION_OF_MEDIAN * median(abs(value - level) for value in before)
             )
@@ -197,7 +197,7 @@ class DiskFilling:
 
     Args:
         num_kept: how many checkpoints stay: before there are more, the disk fills for that reason.
-        max_steps: of the run; None: not known.
+        max_steps: number of the run's steps; None: not known.
     """
 
     def __init__(self, num_kept: int, max_steps: int | None) -> None:

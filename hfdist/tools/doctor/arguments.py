@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from hfdist.config.cli.arguments import read_number
-from hfdist.config.composition.overrides import COMMAND_LINE
+from hfdist.config.override_text import COMMAND_LINE
 from hfdist.config.ranges import DAY_SECONDS
 from hfdist.config.run import AUTO
 from hfdist.errors import ConfigError

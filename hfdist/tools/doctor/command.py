@@ -50,9 +50,6 @@ def _examine(arguments: list[str]) -> None:
         sys.exit(start_ranks(examine_rank, request, processes=request.processes, max_restarts=0))
 
 
-main = as_command(_HELP, _examine)
-
-
 def parse_request(arguments: list[str]) -> tuple[Request, bool]:
     """Read the command line.
 
@@ -72,3 +69,6 @@ def parse_request(arguments: list[str]) -> tuple[Request, bool]:
         is_offline=read_flag(values, "offline"),
     )
     return request, is_launched
+
+
+main = as_command(_HELP, _examine)

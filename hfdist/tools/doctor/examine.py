@@ -10,7 +10,7 @@ from pathlib import Path
 
 from hfdist.errors import ResourceError
 from hfdist.tools.doctor import machine, software, storage
-from hfdist.tools.doctor.finding import ERROR, Finding, lines, to_json
+from hfdist.tools.doctor.finding import Finding, Level, finding_lines, to_json
 from hfdist.tools.doctor.pairs import Pair
 
 
@@ -30,12 +30,12 @@ class Request:
 
 def report(findings: Sequence[Finding], pairs: Sequence[Pair], hosts: Sequence[str], *, as_json: bool) -> None:
     """Print the findings, and end with exit code 7 where there is an error."""
-    code = ResourceError.exit_code if any(one.level == ERROR for one in findings) else 0
+    code = ResourceError.exit_code if any(one.level == Level.error for one in findings) else 0
     if as_json:
         found = {"findings": to_json(findings), "pairs": [pair.to_json() for pair in pairs], "hosts": [*hosts]}
         sys.stdout.write(json.dumps({"exit_code": code} | found, indent=1) + "\n")
     else:
-        sys.stdout.write("\n".join(lines(findings, len({*hosts}))) + "\n")
+        sys.stdout.write("\n".join(finding_lines(findings, len({*hosts}))) + "\n")
     sys.stdout.flush()
     if code:
         sys.exit(code)

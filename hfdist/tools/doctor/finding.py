@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from enum import StrEnum
 from typing import NamedTuple
 
-OK, WARNING, ERROR = "ok", "warning", "error"
-_ORDER = (ERROR, WARNING, OK)
+from hfdist.units import count
+
+
+class Level(StrEnum):
+    """How bad a finding is; the worst comes first. A text, as findings travel between ranks as JSON."""
+
+    error = "error"
+    warning = "warning"
+    ok = "ok"
 
 
 class Finding(NamedTuple):
@@ -14,7 +22,7 @@ class Finding(NamedTuple):
 
     check: str
     """Name of the check, such as `open files`."""
-    level: str
+    level: Level
     text: str
     hint: str | None = None
     """What to do."""
@@ -26,8 +34,8 @@ class Finding(NamedTuple):
         cls, check: str, text: str, *, error: bool = False, warning: bool = False, hint: str | None = None
     ) -> Finding:
         """Make a finding: an error if `error`, else a warning if `warning`; only these have the hint."""
-        level = ERROR if error else WARNING if warning else OK
-        return cls(check, level, text, hint if level != OK else None)
+        level = Level.error if error else Level.warning if warning else Level.ok
+        return cls(check, level, text, hint if level is not Level.ok else None)
 
 
 def _with_hosts(findings: Sequence[Finding]) -> list[tuple[Finding, list[str]]]:
@@ -36,19 +44,20 @@ def _with_hosts(findings: Sequence[Finding]) -> list[tuple[Finding, list[str]]]:
     for one in findings:
         hosts.setdefault(one._replace(host=""), []).append(one.host)
     order = {check: number for number, check in enumerate(dict.fromkeys(one.check for one in findings))}
-    return sorted(hosts.items(), key=lambda item: (_ORDER.index(item[0].level), order[item[0].check]))
+    worst_first = list(Level)
+    return sorted(hosts.items(), key=lambda item: (worst_first.index(item[0].level), order[item[0].check]))
 
 
-def lines(findings: Sequence[Finding], num_hosts: int) -> Iterator[str]:
+def finding_lines(findings: Sequence[Finding], num_hosts: int) -> Iterator[str]:
     """Give a line for each finding, and one that counts them."""
     width = max((len(one.check) for one in findings), default=0)
     for one, hosts in _with_hosts(findings):
         place = f"{', '.join(hosts)}: " if num_hosts > 1 and hosts != [""] and len(hosts) < num_hosts else ""
         hint = "" if one.hint is None else f"; try: {one.hint}"
         yield f"{one.level:<7}  {one.check:<{width}}  {place}{one.text}{hint}"
-    counts = {level: sum(one.level == level for one in findings) for level in _ORDER}
-    words = [f"{counts[level]} {level}{'s' if counts[level] != 1 else ''}" for level in (ERROR, WARNING)]
-    yield f"{', '.join(words)}, {counts[OK]} ok"
+    counts = {level: sum(one.level == level for one in findings) for level in Level}
+    words = [count(counts[level], level) for level in (Level.error, Level.warning)]
+    yield f"{', '.join(words)}, {counts[Level.ok]} ok"
 
 
 def to_json(findings: Sequence[Finding]) -> list[dict[str, object]]:

@@ -29,7 +29,7 @@ def measure_pair(pair: Pair) -> None:
     repeats = REPEATS
     for mib in SIZES_MIB:
         tensor = torch.zeros(mib << 18, device=device)
-        # There and back: two messages.
+        # Two messages, there and back.
         best = quickest(partial(_send_and_receive, own, tensor), repeats, device)
         pair.gbs[str(mib)] = 2 * tensor.nbytes / best / 1e9
         reduced = quickest(partial(dist.all_reduce, tensor), repeats, device)

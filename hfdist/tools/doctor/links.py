@@ -86,7 +86,7 @@ def _connect(rendezvous: Rendezvous, pair: Pair, name: str, seconds: float, pati
         except (OSError, OverflowError, ValueError) as error:
             problem = f"{getattr(error, 'strerror', None) or error} when {platform.node()} connects to {at[0]}"
         rendezvous.tell(f"{name}/problem", [problem])
-        # Until then the listener must stay.
+        # The listener stays until the other rank has said whether it could connect.
         told = rendezvous.hear(f"{name}/problem", other, 2 * seconds)
     return problem or (f"rank {other} hangs" if told is None else told[0])
 
@@ -142,7 +142,7 @@ def link_gbs() -> float | None:
     address = gloo_address()
     for name, found in psutil.net_if_addrs().items():
         folder = Path("/sys/class/net") / name
-        # A virtual one names a speed that nothing keeps.
+        # The speed that a virtual interface names means nothing.
         if address in {one.address.partition("%")[0] for one in found} and (folder / "device").exists():
             with suppress(OSError, ValueError):
                 megabits = int((folder / "speed").read_text())

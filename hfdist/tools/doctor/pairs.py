@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from hfdist.tools.doctor.finding import ERROR, WARNING, Finding
+from hfdist.tools.doctor.finding import Finding, Level
 from hfdist.units import list_first
 
 SIZES_MIB = (1, 16)
@@ -112,7 +112,7 @@ def judge_clocks(pairs: Sequence[Pair]) -> list[Finding]:
     for host, seconds in far.items():
         side = "ahead of" if seconds > 0 else "behind"
         text = f"{host}'s clock is {abs(seconds):.1f} s {side} {alive[0].hosts[0]}'s"
-        found.append(Finding("clocks", WARNING, text, hint))
+        found.append(Finding("clocks", Level.warning, text, hint))
     if worst and not far:
         most = 1000 * max(map(abs, worst.values()))
         found.append(Finding.of("clocks", f"{len(worst) + 1} machines agree within {most:.0f} ms"))
@@ -136,7 +136,7 @@ def _judge_dead(dead: Sequence[Pair]) -> list[Finding]:
                 f"`ip route get` and `ping` from {a} to {b}; a firewall must leave their ports above 1023 open; "
                 "GLOO_SOCKET_IFNAME and NCCL_SOCKET_IFNAME name an interface that both share"
             )
-        found.append(Finding(f"{pairs[0].backend} links", ERROR, text, hint))
+        found.append(Finding(f"{pairs[0].backend} links", Level.error, text, hint))
     return found
 
 
@@ -150,7 +150,7 @@ def _judge_speed(pairs: Sequence[Pair], link_gbs: Mapping[str, float], check: st
             f"GB/s at {_LARGEST} MiB, where the median of {len(pairs)} pairs is {median:.3f}"
         )
         hint = f"`ethtool` of both interfaces, their cables and switch ports; else leave {pair.hosts[1]} out"
-        found.append(Finding(check, WARNING, text, hint))
+        found.append(Finding(check, Level.warning, text, hint))
     low, high = min(speeds.values()), max(speeds.values())
     reduced = statistics.median(pair.all_reduce_gbs[_LARGEST] for pair in pairs)
     small = statistics.median(pair.gbs[str(SIZES_MIB[0])] for pair in pairs)

@@ -25,7 +25,7 @@ from hfdist.topology import LauncherPlace, read_launcher
 _PLAN_SECONDS = 2 * JOIN_SECONDS
 """Seconds in which rank 0 has said what is to be done."""
 _MOST_RANKS = 64
-"""With more ranks, only one of each machine tries the links: the number of pairs grows with the square."""
+"""Most ranks that all try the links; of more, one of each machine does: the number of pairs grows with the square."""
 
 
 def examine_rank(request: Request) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from packaging.requirements import Requirement
 
 from hfdist.records import find_versions
-from hfdist.tools.doctor.finding import ERROR, Finding
+from hfdist.tools.doctor.finding import Finding, Level
 
 _TOOL, _TOOL_SECONDS = "nvidia-smi", 20
 _COLUMNS = "index,name,driver_version,memory.total,memory.used,clocks_{}_reasons.active,temperature.gpu"
@@ -58,7 +58,7 @@ def compare_versions(by_host: Mapping[str, Mapping[str, str]]) -> list[Finding]:
             theirs = ", ".join(f"{name} {expected[name]}" for name in expected if versions.get(name) != expected[name])
             text = f"{', '.join(differing)}, and {first} has {theirs}"
             hint = "the same environment on all machines: `pip freeze` on one, `pip install -r` on the others"
-            found.append(Finding("same versions", ERROR, text, hint, host))
+            found.append(Finding("same versions", Level.error, text, hint, host))
     return found
 
 

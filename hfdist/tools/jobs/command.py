@@ -13,9 +13,9 @@ from hfdist.config.checks.preflight import check_run, plan_run
 from hfdist.config.cli.about_run import MEANINGS, choose, read_line
 from hfdist.config.cli.arguments import as_command
 from hfdist.config.cli.recipe_names import SHARED
-from hfdist.config.composition.overrides import COMMAND_LINE
 from hfdist.config.conf_folder import list_options, shipped_folder
 from hfdist.config.data import WHOLE
+from hfdist.config.override_text import COMMAND_LINE
 from hfdist.config.paths import expand_user
 from hfdist.config.run import AUTO, RunConfig
 from hfdist.config.strategy import simple_layout
@@ -114,17 +114,6 @@ def _write(arguments: list[str]) -> None:
     write_job(*parse_job(arguments))
 
 
-main = as_command(
-    _HELP.format(
-        targets=" | ".join(TARGETS),
-        keys=describe_keys(),
-        meanings=MEANINGS,
-        clusters=", ".join(list_options(shipped_folder(), GROUP)),
-    ),
-    _write,
-)
-
-
 def check_array(config: RunConfig, target: str, recipe: str, *, is_offline: bool) -> None:
     """Check a job whose machines share the files of a corpus; ConfigError: the first mistake."""
     if target != _OF_ARRAYS:
@@ -165,7 +154,7 @@ def _check_grace(folder: RunFolder, cluster: ClusterConfig) -> None:
         "step": _longest(folder.metrics, "step_seconds"),
         "save": _longest(folder.events, "seconds", event="save"),
     }
-    # Once more for what they may take longer, and for what the launcher and the scheduler take.
+    # Twice as long, as they may take longer this time, and a minute for the launcher and the scheduler.
     needed = 60 * math.ceil(2 * sum(longest.values()) / 60 + 1)
     if sum(longest.values()) > 0 and cluster.grace_seconds < needed:
         what = "the run would be ended by force before it has saved"
@@ -193,3 +182,14 @@ def _check_place(path: Path) -> None:
     if not path.absolute().parent.is_dir():
         hint = f"mkdir -p {shlex.quote(str(path.parent))}, or out={path.name} for this folder"
         raise ConfigError("there is no such folder", where=f"out ({COMMAND_LINE})", found=str(path.parent), hint=hint)
+
+
+main = as_command(
+    _HELP.format(
+        targets=" | ".join(TARGETS),
+        keys=describe_keys(),
+        meanings=MEANINGS,
+        clusters=", ".join(list_options(shipped_folder(), GROUP)),
+    ),
+    _write,
+)

@@ -142,7 +142,7 @@ def _run_on(machines: list[Any], script: str) -> int | None:
     codes: list[int] = []
     waiting = running
     while waiting:
-        # Not without an end: a signal's handler runs between two waits.
+        # Each wait is short, as a signal's handler runs between two waits.
         _, waiting = ray.wait(waiting, num_returns=len(waiting), timeout=_POLL_SECONDS)
     for result in running:
         try:

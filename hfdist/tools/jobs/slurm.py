@@ -10,7 +10,7 @@ from hfdist.tools.jobs.job import Job, JobFile, JobFiles
 from hfdist.tools.jobs.shell import node_function, setup_lines
 
 _FIRST_PORT, _NUM_PORTS = 20000, 10000
-"""Below those that systems give out by themselves."""
+"""Ports of the rendezvous, one of which a job takes: they lie below those that systems give out by themselves."""
 
 _SCRIPT = """\
 #!/bin/bash
@@ -70,7 +70,7 @@ def write_slurm(job: Job, *, requeues: bool = True) -> JobFiles:
         container = container_words(job)
         # The image has hfdist, the machine need not: all that needs it is done there.
         verdict = f"srun --nodes=1 --ntasks=1 {container}{python}"
-        # Not indented: a set-up may have texts of several lines.
+        # The set-up is not indented, as its texts may have several lines.
         setup, in_container = "", f"{setup}    "
     text = _SCRIPT.format(
         head=job.head(submit),
@@ -117,7 +117,7 @@ def _directives(job: Job, requeues: bool) -> list[str]:
         "--ntasks-per-node=1",
         # Where SLURM itself ends the job: a lost machine, a job of higher priority.
         *(["--requeue"] if requeues else []),
-        # To the processes of srun, not to this script: they save.
+        # The signal goes to the processes of srun, which save, and not to this script.
         f"--signal=TERM@{cluster.grace_seconds}",
         *directives_of(job),
     ]
@@ -142,6 +142,6 @@ def directives_of(job: Job) -> list[str]:
 
 
 def _duration(hours: float) -> str:
-    """As SLURM has it: days-hours:minutes:seconds."""
+    """Write a time as SLURM has it: days-hours:minutes:seconds."""
     minutes = math.ceil(hours * 60)
     return f"{minutes // 1440}-{minutes // 60 % 24:02}:{minutes % 60:02}:00"

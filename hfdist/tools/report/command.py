@@ -10,7 +10,7 @@ from pathlib import Path
 
 from hfdist.atomic_write import write_atomically
 from hfdist.config.cli.arguments import FLAG, as_command, find_run, read_arguments, read_flag
-from hfdist.config.composition.overrides import COMMAND_LINE
+from hfdist.config.override_text import COMMAND_LINE
 from hfdist.config.paths import expand_user
 from hfdist.errors import ConfigError, ResourceError
 from hfdist.records.run_folder import IN_RUN, RunFolder
@@ -63,9 +63,6 @@ def _report(arguments: list[str]) -> None:
         serve(runs, request.port, request.sweeps)
     else:
         sys.stdout.write(f"{write(runs, request.out, request.sweeps)}\n")
-
-
-main = as_command(_HELP, _report)
 
 
 def write(runs: Sequence[RunFiles], out: Path, sweeps: Sequence[Path] = ()) -> Path:
@@ -129,3 +126,6 @@ def _best_trials(folder: Path) -> list[Path]:
     """Give the run folders of a sweep's trials, the best first."""
     found = [folder / f"trial-{trial.number:04d}" for trial in read_trials(folder)]
     return [run for run in found if any(mark.exists() for mark in RunFolder(run).marks)][:_MOST_BEST]
+
+
+main = as_command(_HELP, _report)

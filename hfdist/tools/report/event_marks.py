@@ -35,7 +35,7 @@ def find_marks(run: RunFiles, most: int) -> list[EventMark]:
             found.append(EventMark(step, letter, printable(text, LONGEST), is_bad(event)))
     found.sort(key=lambda mark: mark.step)
     groups: list[list[EventMark]] = []
-    # Of a run without steps all marks are one.
+    # In a run without steps all marks lie at 0, and become one.
     width = max([mark.step for mark in found[-1:]] + run.metrics.steps[-1:], default=0.0) / most or 1.0
     for mark in found:
         if groups and mark.step - groups[-1][0].step < width:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from statistics import median, median_low
 
 from hfdist.tools.report.drawing.rank_map import ratios_of
-from hfdist.tools.report.reading.rank_steps import PARTS, STEP, Stretch
+from hfdist.tools.report.reading.rank_steps import COMPUTE, DATA, PARTS, STEP, WAIT, Stretch
 from hfdist.tools.report.reading.run_files import RunFiles
 from hfdist.tools.report.text import wide_table
 from hfdist.units import duration, share, size
@@ -16,6 +16,7 @@ _SLOW = 1.2
 _SLOW_SHARE = 0.05
 """A slow rank is busy longer than the median by at least this share of a step."""
 _SLOW_FOR_A_TIME = 1.5
+"""A rank was slow for a time where it was busy at least this many times as long as the median."""
 _MOST_NAMED = 4
 _MOST_ROWS = 16
 
@@ -32,17 +33,18 @@ def find_slow(run: RunFiles) -> list[str]:
     total, names = run.ranks.total(), rank_names(run)
     if total is None or len(names) < 2:
         return []
-    found = [*_of_part(total, names, PARTS[0], "computes"), *_of_part(total, names, PARTS[1], "waits for its data")]
+    found = [*_slow_in(total, names, COMPUTE, "computes"), *_slow_in(total, names, DATA, "waits for its data")]
     return found or _for_a_time(run.ranks.stretches, names)
 
 
-def _of_part(total: Stretch, names: Sequence[str], part: str, verb: str) -> list[str]:
+def _slow_in(total: Stretch, names: Sequence[str], part: str, verb: str) -> list[str]:
+    """Say which ranks take much longer than the median for one part of a step."""
     means = total.means(part)
     known = [value for value in means if value is not None]
     steps = [value for value in total.means(STEP) if value is not None]
     if len(known) < 2 or not steps:
         return []
-    # Of two ranks, one is the measure of the other.
+    # The lower of two middle values: of two ranks, the quicker one is the measure.
     middle, step = median_low(known), median(steps)
     slow = [
         (value, rank)
@@ -67,7 +69,7 @@ def _for_a_time(stretches: Sequence[Stretch], names: Sequence[str]) -> list[str]
     for rank, name in enumerate(names):
         own = [ratio[rank] if rank < len(ratio) else None for ratio in ratios]
         slow = [number for number, ratio in enumerate(own) if ratio is not None and ratio > _SLOW_FOR_A_TIME]
-        # Of `ratios`, which lack the first stretch.
+        # Numbers of `ratios`, which lack the first stretch.
         followed = [number for number in slow if number + 1 in slow]
         if followed:
             first, last = stretches[followed[0] + 1].first_step, stretches[followed[-1] + 2].last_step
@@ -91,21 +93,21 @@ def table(run: RunFiles) -> str:
     total, names = run.ranks.total(), rank_names(run)
     if total is None or not names:
         return ""
-    columns = [total.means(part) for part in PARTS]
-    # Not all lines have all ranks.
+    columns = {part: total.means(part) for part in PARTS}
+    # A rank may lack, as not all lines have all ranks.
     busy = dict(enumerate(total.busy()))
     longest = max(
-        (sum(own[rank] or 0.0 for own in columns if rank < len(own)) for rank in range(len(names))), default=0
+        (sum(own[rank] or 0.0 for own in columns.values() if rank < len(own)) for rank in range(len(names))), default=0
     )
     order = sorted(range(len(names)), key=lambda rank: -(busy.get(rank) or 0.0))[:_MOST_ROWS]
     rows = []
     for rank in sorted(order) if len(names) <= _MOST_ROWS else order:
-        values = [own[rank] if rank < len(own) else None for own in columns]
+        values = [own[rank] if rank < len(own) else None for own in columns.values()]
         peak = total.peak_bytes[rank] if rank < len(total.peak_bytes) else 0.0
         cells = ["" if value is None else duration(value) for value in values]
         rows.append((names[rank], [*cells, size(peak) if peak else "", _bar(values, longest)]))
     note = f"<p>The {len(order)} busiest of {len(names):,} ranks.</p>" if len(order) < len(names) else ""
-    if not any(value is not None for value in columns[2]):
+    if not any(value is not None for value in columns[WAIT]):
         note += "<p>On these devices the wait for other ranks is not told apart from computing.</p>"
     return wide_table(("compute", "data", "wait", "peak memory", "of a step"), rows) + note
 

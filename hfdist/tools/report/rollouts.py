@@ -1,4 +1,4 @@
-"""The part of a report about rollouts: answers of a model that learns from them, with their rewards if it has any."""
+"""The answers that a model has learned from, with their rewards: a table for one run, and one that compares runs."""
 
 from __future__ import annotations
 
@@ -12,19 +12,21 @@ from hfdist.tools.report.reading.run_files import RunFiles
 from hfdist.tools.report.text import escaped, escaped_lines, number
 
 _MOST_OPEN, _MOST_ROWS = 8, 48
+"""Most answers of one run: those that are seen at once, and all."""
 _MOST_REWARDS = 8
 _MOST_PROMPTS, _MOST_ANSWERS = 12, 2
-"""Of a comparison of runs: prompts, and answers of a run to each."""
+"""Most prompts of a comparison of runs, and most answers of a run to each."""
 _LONGEST = 300
+"""Characters of a prompt or an answer."""
 _MOST_TURNS, _LONGEST_TURN = 8, 150
-"""Of an episode with an environment: turns, and characters of a turn."""
+"""Most turns of an episode with an environment, and characters of a turn."""
 
 _Line = Mapping[str, object]
 
 
 def rollouts(run: RunFiles) -> str:
     """Give a table of the newest answers, those of the last logged step first, and a field that searches them."""
-    # Of a step, in the order of the file: a prompt's answers stay together.
+    # The answers of a step keep the order of the file, so that those to one prompt stay together.
     newest = sorted(run.rollouts, key=lambda line: -_step(line))[:_MOST_ROWS]
     if not newest:
         return ""
@@ -49,8 +51,8 @@ def side_by_side(runs: Sequence[RunFiles]) -> str:
         return ""
     names = "".join(f'<th><i class="{colour(place)}"></i>{escaped(runs[place].name, 40)}</th>' for place in places)
     rows = ""
-    # Of a step, in the order of the file.
-    order = {key: number for number, key in enumerate(answered[places[0]])}
+    # The newest step first; the prompts of a step in the order of the file.
+    order = {key: place for place, key in enumerate(answered[places[0]])}
     for step, prompt in sorted(asked, key=lambda key: (-key[0], order[key]))[:_MOST_PROMPTS]:
         first = answered[places[0]][step, prompt]
         cells = [_answers(answered[place][step, prompt], first if place != places[0] else []) for place in places]
@@ -83,10 +85,10 @@ def _answers(lines: Sequence[_Line], others: Sequence[_Line]) -> str:
 
 
 def _marked(text: str, other: str | None) -> str:
-    """Give a text with the words marked that another one does not have there; None: there is no other."""
+    """Give a text with the words marked that the text `other` does not have there; None: nothing is marked."""
     if other is None:
         return escaped_lines(text, _LONGEST)
-    # Before it comes apart: a secret may have several words.
+    # Before the text is split: a secret may have several words.
     text, other = (mask_secrets(one[: 2 * _LONGEST]) for one in (text, other))
     words, others = text[:_LONGEST].split(" "), other[:_LONGEST].split(" ")
     matcher = SequenceMatcher(None, others, words, autojunk=False)
@@ -128,7 +130,7 @@ def _row(line: _Line, keys: list[str]) -> str:
 
 
 def _said(line: _Line) -> str:
-    """Give the answer; of an episode who says what, with what the model reads in another colour."""
+    """Give the answer; of an episode each turn with its speaker, with what the model reads in another colour."""
     listed = line.get("turns")
     turns = [turn for turn in listed if isinstance(turn, dict)] if isinstance(listed, list) else []
     if not turns:

@@ -6,7 +6,7 @@ from hfdist.records import Event, RunFolder, State
 from hfdist.tools.report import event_words, rank_words
 from hfdist.tools.report.event_words import events_of
 from hfdist.tools.report.reading.metric_lines import HELD_OUT, LOSS
-from hfdist.tools.report.reading.rank_steps import PARTS
+from hfdist.tools.report.reading.rank_steps import DATA
 from hfdist.tools.report.reading.run_files import RunFiles
 from hfdist.tools.report.sections import stall_share
 from hfdist.tools.report.text import escaped, instant, number
@@ -123,7 +123,7 @@ def head(run: RunFiles, *, colour: str = "") -> str:
 def findings(run: RunFiles) -> str:
     """Give what stands out, in words; empty if nothing does."""
     slow = rank_words.find_slow(run)
-    texts, wait = [*slow], rank_words.share_of_step(run, PARTS[1])
+    texts, wait = [*slow], rank_words.share_of_step(run, DATA)
     if wait > _DATA_SHARE:
         texts.append(f"Ranks wait for their data for {share(wait)} of the step, on average")
     for kind, words in ((Event.skip, "skipped step"), (Event.rollback, "rollback"), (Event.lost_rank, "lost rank")):

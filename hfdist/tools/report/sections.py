@@ -8,7 +8,7 @@ from hfdist.records import Event
 from hfdist.tools.report import event_words, rank_words
 from hfdist.tools.report.drawing import rank_map, schedule
 from hfdist.tools.report.event_words import describe_layout, events_of
-from hfdist.tools.report.reading.rank_steps import PARTS
+from hfdist.tools.report.reading.rank_steps import WAIT
 from hfdist.tools.report.reading.run_files import RunFiles
 from hfdist.tools.report.text import escaped, escaped_lines, instant, number, wide_table
 from hfdist.tools.report.time_line import time_line
@@ -59,7 +59,7 @@ def traffic(run: RunFiles) -> str:
         rows.append((axis, [*cells, share(exposed[axis]) if axis in exposed else ""]))
     if not rows:
         return ""
-    waits = rank_words.share_of_step(run, PARTS[2])
+    waits = rank_words.share_of_step(run, WAIT)
     words = f"Counted in step {number(counted.get('step')) or 0.0:,.0f}, for the rank that sends most, as a ring sends."
     if waits:
         theory = f"; planned: {share(sum(exposed.values()))}" if exposed else ""

@@ -53,7 +53,7 @@ def wide_table(titles: Sequence[str], rows: Iterable[tuple[str, Sequence[str]]])
     """Give a table as HTML; on a narrow screen each cell has its column's title.
 
     Args:
-        titles: of all columns but the first, in the page's own words.
+        titles: the titles of all columns but the first, in the page's own words.
         rows: a name of unknown origin, and cells of HTML.
     """
     heads = "".join(f"<th>{title}</th>" for title in ("", *titles))

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from hfdist.config.checks.urls import redact
 from hfdist.config.cli.about_run import LineAboutRun
-from hfdist.config.composition.overrides import COMMAND_LINE
 from hfdist.config.optimizer import CHANGEABLE, Schedule
+from hfdist.config.override_text import COMMAND_LINE
 from hfdist.config.run import RunConfig
 from hfdist.config.sweep import GROUP, LauncherName, Sampler, SweepConfig
 from hfdist.errors import ConfigError

@@ -17,8 +17,7 @@ from hfdist.config.checks.preflight import check_run
 from hfdist.config.cli.about_run import MEANINGS, LineAboutRun, read_line
 from hfdist.config.cli.arguments import as_command
 from hfdist.config.cli.process_end import print_at_once
-from hfdist.config.composition.overrides import COMMAND_LINE
-from hfdist.config.override_text import as_overrides
+from hfdist.config.override_text import COMMAND_LINE, as_overrides
 from hfdist.config.paths import expand_user
 from hfdist.config.run import AUTO
 from hfdist.config.sweep import GROUP, SECTION, LauncherName, Sampler, SweepConfig, compose_sweep
@@ -229,7 +228,7 @@ def _run(sweep: Sweep, launcher: Launcher) -> tuple[Controller, bool]:
     with ExitStack() as opened:
         say, look = print_at_once, lambda _: None
         if sys.stdout.isatty() and importlib.util.find_spec("rich") is not None:
-            # Optional, and slow to import.
+            # Imported here: rich is optional, and slow to import.
             from rich.console import Console
 
             from hfdist.tools.sweep.live import LiveTable

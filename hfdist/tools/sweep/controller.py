@@ -68,7 +68,7 @@ class Controller:
     def _check(self, trial: Trial) -> None:
         """Raise a ConfigError on a trial that this sweep has not written: others may be able to write the file."""
         where = f"{self.log.path}, line {trial.line}"
-        # Values become words of a command line.
+        # Checked, as the values become words of a command line.
         self.sweep.space.check(trial.values, where)
         generation = generation_of(self._config, trial.number) if self._config.sampler is Sampler.pbt else 0
         parent = None if trial.parent is None else generation_of(self._config, trial.parent)

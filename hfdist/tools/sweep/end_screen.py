@@ -8,7 +8,6 @@ from collections.abc import Iterator, Sequence
 from hfdist.config.override_text import as_overrides
 from hfdist.config.schema import find_key
 from hfdist.records import RunFolder, read_run
-from hfdist.records.run_file import SUMMED
 from hfdist.records.trials import Trial
 from hfdist.tools.sweep.launchers.base import LOG
 from hfdist.tools.sweep.sweep import Sweep
@@ -70,7 +69,7 @@ def find_notes(sweep: Sweep, trials: Sequence[Trial], best: Trial) -> Iterator[s
 def _used(sweep: Sweep, trials: Sequence[Trial]) -> list[str]:
     """Say what all trials have used: time, energy and cost, where they are known."""
     records = [record for record in (read_run(sweep.folder_of(trial)) for trial in trials) if record is not None]
-    totals = [[record.total(name) for record in records] for name in ("seconds", *SUMMED[:2])]
+    totals = [[record.total(name) for record in records] for name in ("seconds", "energy_kwh", "cost")]
     seconds, kwh, spent = (sum(one for one in total if one is not None) for total in totals)
     currency = sweep.compose([]).cost.currency
     parts = [*([duration(seconds)] if seconds else []), *([energy(kwh)] if kwh else [])]

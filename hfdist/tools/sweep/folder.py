@@ -8,7 +8,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from hfdist.atomic_write import write_atomically
-from hfdist.config.composition.compose import to_yaml
+from hfdist.config.composition.config_text import to_yaml
 from hfdist.config.override_text import as_override, as_overrides
 from hfdist.config.plain_values import plain
 from hfdist.config.sweep import GROUP, Sampler, SweepConfig

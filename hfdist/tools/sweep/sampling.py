@@ -39,7 +39,7 @@ def choose_values(config: SweepConfig, space: Space, trials: Sequence[Trial]) ->
     # Imported here: only a sweep that chooses needs it.
     import optuna
 
-    # Of the number, too: each trial has a new sampler, which would draw the same values with the sweep's own seed.
+    # The seed is of the trial's number, too: each trial has a new sampler, which would else draw the same values.
     digest = hashlib.blake2b(f"{config.seed} {number}".encode(), digest_size=4).digest()
     seed = int.from_bytes(digest, "little")
     sampler: optuna.samplers.BaseSampler = optuna.samplers.RandomSampler(seed=seed)
@@ -147,5 +147,5 @@ def _suggest(asked: OptunaTrial, dimension: Dimension) -> object:
     if dimension.is_whole:
         return asked.suggest_int(dimension.key, int(dimension.low), int(dimension.high), log=dimension.is_log)
     value = float(f"{asked.suggest_float(dimension.key, dimension.low, dimension.high, log=dimension.is_log):.6g}")
-    # Rounded, as it will be written.
+    # Clamped, as rounding may have left the interval.
     return min(max(value, dimension.low), dimension.high)

@@ -93,9 +93,9 @@ def parse_dimension(key: str, text: str, where: str) -> Dimension:
             raise ConfigError(what, where=place, found=body, hint=hint)
         found = ChoiceSweep(list=list(found.range()))
     if isinstance(found, ChoiceSweep) and found.list:
-        # Without quotes, also within lists and dicts.
+        # Quotes are taken off, also within lists and dicts.
         choices = tuple(Override._convert_value(item) for item in found.list)
-        # Each choice once.
+        # Repeated choices are left out.
         choices = tuple(choice for place, choice in enumerate(choices) if choice not in choices[:place])
         return Dimension(key=key, choices=choices, condition=when)
     raise ConfigError("these are no values of a sweep", where=place, found=text, allowed=_ALLOWED)

@@ -19,18 +19,18 @@ class End(Enum):
     done = auto()
     stopped = auto()
     failed = auto()
-    """Its run says why."""
+    """It failed, and its run says why."""
     failed_before_it_began = auto()
     killed = auto()
-    """From outside, so that it may go on."""
+    """A signal from outside ended it, so that it may go on."""
 
 
 def how_ended(record: RunRecord | None, exit_code: int | None, *, is_told_to_stop: bool) -> End:
     """Say how a trial has ended.
 
     Args:
-        record: of its last start; None: that had not begun.
-        exit_code: of its process; None: not known.
+        record: the record of its last start; None: that had not begun.
+        exit_code: the exit code of its process; None: not known.
         is_told_to_stop: whether the sweep has told its trials to stop.
     """
     # A trial whose own budget is used up is done.

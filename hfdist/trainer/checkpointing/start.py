@@ -14,7 +14,7 @@ from hfdist.checkpoint.folder import list_checkpoints, step_of
 from hfdist.checkpoint.manifest import MANIFEST, DamagedError
 from hfdist.checkpoint.replicas import NAMES_FILE
 from hfdist.collectives import on_rank_zero
-from hfdist.config.composition.compose import to_values
+from hfdist.config.composition.config_text import to_values
 from hfdist.config.composition.diff import Change, check_changes, find_changes
 from hfdist.config.islands import IslandMethod
 from hfdist.config.run import RunConfig

@@ -29,7 +29,7 @@ from hfdist.trainer.fault_tolerance.why_it_ends import too_many_skipped, unequal
 from hfdist.trainer.step.step_lines import OnRollback
 from hfdist.trainer.training import Training
 from hfdist.watch.callback import watches_among
-from hfdist.watch.diagnosis import SAVING
+from hfdist.watch.heartbeat import SAVING
 
 logger = logging.getLogger(__name__)
 

@@ -16,7 +16,7 @@ from hfdist.islands.parameter_client import GradientRecorder, ParameterClient
 from hfdist.trainer.checkpointing.checkpointer import Checkpointer
 from hfdist.trainer.island.callback import IslandCallback
 from hfdist.trainer.training import Training
-from hfdist.watch.diagnosis import MEETING
+from hfdist.watch.heartbeat import MEETING
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -18,7 +18,7 @@ from hfdist.islands.rounds import Rounds
 from hfdist.trainer.checkpointing.checkpointer import Checkpointer
 from hfdist.trainer.island.callback import IslandCallback
 from hfdist.trainer.training import Training
-from hfdist.watch.diagnosis import MEETING
+from hfdist.watch.heartbeat import MEETING
 
 
 class RoundIsland(IslandCallback):

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from hfdist.config.cli.arguments import as_command, read_arguments, read_number
 from hfdist.config.cli.process_end import print_at_once
-from hfdist.config.composition.overrides import COMMAND_LINE
+from hfdist.config.override_text import COMMAND_LINE
 from hfdist.config.paths import expand_user
 from hfdist.errors import ConfigError
 from hfdist.messages.door import SECRET

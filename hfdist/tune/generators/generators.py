@@ -49,7 +49,7 @@ from hfdist.tune.generators.processes import Processes
 from hfdist.tune.generators.served_files import TOKENIZER
 from hfdist.tune.generators.settings import Settings
 from hfdist.tune.generators.sockets import make_folder, open_broker
-from hfdist.watch.diagnosis import GENERATING
+from hfdist.watch.heartbeat import GENERATING
 
 _Answers = dict[int, dict[str, Any]]
 """Completions of each prompt, their log-probabilities and the policy's version, by the prompt's number."""

@@ -6,7 +6,8 @@ import json
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
-from hfdist.config.composition.compose import complete, to_values
+from hfdist.config.composition.complete import complete
+from hfdist.config.composition.config_text import to_values
 from hfdist.config.model import TokenizerConfig
 from hfdist.config.plain_values import from_plain
 from hfdist.config.run import RunConfig

@@ -29,11 +29,11 @@ class Audit:
     """Compares a ledger with the plan: one pass over the lanes, then over what all lanes share.
 
     Args:
-        ledger: records of all lanes.
-        corpus: that the run read.
-        plan: of the run; only its orders, its mixture and its settings are used.
-        cursors: of the run's checkpoints, with their steps; of islands those of all runs.
-        identity: of the run's data as they are now.
+        ledger: the records of all lanes.
+        corpus: the corpus that the run read.
+        plan: the run's plan; only its orders, its mixture and its settings are used.
+        cursors: the cursors of the run's checkpoints, with their steps; with islands those of all their runs.
+        identity: the identity of the run's data as they are now.
         global_batch_size: sequences in a step.
         takes_turns: whether all lanes have given equally many sequences, as in one run.
 
@@ -67,7 +67,7 @@ class Audit:
         that has no records is missing."""
         end = _end_sample(ledger)
         self._ends = [self._end_of_lane(lane, end, takes_turns=takes_turns) for lane in range(self._lanes)]
-        """Sequences of each lane up to the end of what was audited."""
+        """Sequences of each lane up to the end of what is audited."""
         begins = [self._before(self.first_sample, lane) for lane in range(self._lanes)]
         self.num_sequences = sum(max(stop - start, 0) for start, stop in zip(begins, self._ends, strict=True))
         last = max((number - 1) * self._lanes + lane for lane, number in enumerate(self._ends))
@@ -80,7 +80,7 @@ class Audit:
         """Compare everything; gives this audit, with what was found.
 
         Args:
-            processes: among which the lanes are dealt; 1: this one.
+            processes: number of processes among which the lanes are dealt; 1: this one does all.
 
         Raises:
             ResourceError: one of the processes has died.

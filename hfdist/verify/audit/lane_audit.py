@@ -47,9 +47,9 @@ class LaneAudits:
     corpus: Corpus
     plan: LanePlan
     cursors: Sequence[tuple[int, Cursor]]
-    """Of the checkpoints after the ledger's beginning, with their steps, in order."""
+    """Cursors of the checkpoints after the ledger's beginning, with their steps, in order."""
     newest: Mapping[int, LaneState]
-    """By lane, as the last checkpoint says."""
+    """State of each lane, as the last checkpoint says."""
     ends: Sequence[int]
     """Sequences of each lane up to the end of what is audited."""
     begins_inside: bool
@@ -113,7 +113,7 @@ class _LaneAudit:
 
     def _check_cursors(self, lane_sequences: _LaneSequences) -> None:
         """The records up to each checkpoint are those that it has counted and digested."""
-        # Of records that begin in the middle of a run, only those after the first checkpoint can be compared.
+        # Where records begin in the middle of a run, only those after the first checkpoint can be compared.
         begins_inside = self._audits.begins_inside
         digest, begin, last_step = 0, 0, 0
         states = [
@@ -121,7 +121,7 @@ class _LaneAudit:
         ]
         for step, state in sorted(states, key=lambda pair: pair[1].sequences):
             if state.sequences > self._end:
-                # Of an island whose last steps do not count.
+                # An island's last steps may not count.
                 continue
             end = int(np.searchsorted(lane_sequences.numbers, state.sequences))
             if not (begins_inside and last_step == 0):

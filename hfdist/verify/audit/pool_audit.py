@@ -26,8 +26,8 @@ class PoolAudit:
     """Compares the records of one lane and pool with the order: each document once in an epoch, whole, in its place.
 
     Args:
-        records: of this lane and pool, in the order in which they were written.
-        plan: of the run.
+        records: the records of this lane and pool, in the order in which they were written.
+        plan: the run's plan.
         pool: number of the pool.
         lane: number of the lane.
         place: where the next sequence begins, as a checkpoint says; None: where the records end.

@@ -32,7 +32,7 @@ from hfdist.strategies.select import device_type_here, select_strategy
 from hfdist.tune.fit_model import check_fits
 from hfdist.verify.check.questions import Question, ask_layouts, ask_others, ask_tasks
 from hfdist.verify.check.small_run import MOST_TOKENS, Step, train_small
-from hfdist.verify.parity import small_architecture
+from hfdist.verify.small_model import small_architecture
 
 BOUND = 1e-3
 """Largest relative difference from one process; what is wrong differs by 1e-2 and more."""
@@ -143,7 +143,7 @@ class Checker:
             raise _Untried(error) from error
         found = self._steps(config, small, processes)
         if config.adapter.is_used:
-            # It trains; with other weights than the whole model.
+            # It trains other weights than the whole model, so that there is nothing to compare.
             return
         worst = largest_difference(found, whole)
         if worst > BOUND:

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, TextIO
 
 from hfdist.config.checks.offline import go_offline
 from hfdist.config.cli.arguments import FLAG, as_command, read_arguments, read_flag
-from hfdist.config.composition.overrides import COMMAND_LINE
+from hfdist.config.override_text import COMMAND_LINE
 from hfdist.errors import ConfigError, printable
 from hfdist.garbage_collector import quick_imports
 from hfdist.topology import read_launcher
@@ -57,7 +57,7 @@ def _check(arguments: list[str]) -> None:
     os.environ.update(CUDA_VISIBLE_DEVICES="", DS_ACCELERATOR="cpu")
     stdout = sys.stdout
     with redirect_stdout(sys.stderr), warnings.catch_warnings():
-        # What libraries say to developers.
+        # Libraries warn their developers here, not the users of hfdist.
         warnings.simplefilter("ignore")
         logging.disable(logging.WARNING)
         with quick_imports():

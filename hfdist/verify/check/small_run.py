@@ -62,8 +62,8 @@ def train_small(config: RunConfig, architecture: PreTrainedConfig, processes: in
     """Train on so many forked processes.
 
     Args:
-        config: from a `Question`; its model is on this machine.
-        architecture: of the small model.
+        config: the config of a `Question`, whose model is on this machine.
+        architecture: the small model's config.
         processes: number of ranks.
 
     Raises:

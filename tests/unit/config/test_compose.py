@@ -4,7 +4,8 @@ import dataclasses
 
 import pytest
 
-from hfdist.config.composition.compose import compose_config, to_values, to_yaml
+from hfdist.config.composition.compose import compose_config
+from hfdist.config.composition.config_text import to_values, to_yaml
 from hfdist.config.data import SourceConfig, SourceKind
 from hfdist.config.optimizer import Schedule
 from hfdist.config.plan import PlanConfig, compose_plan

@@ -5,7 +5,8 @@ from functools import cache
 
 import pytest
 
-from hfdist.config.composition.compose import compose_config, to_values
+from hfdist.config.composition.compose import compose_config
+from hfdist.config.composition.config_text import to_values
 from hfdist.config.composition.diff import check_changes, find_changes
 from hfdist.errors import CheckpointError
 

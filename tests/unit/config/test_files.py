@@ -7,7 +7,8 @@ import time
 import pytest
 
 from hfdist.config.cli.about_run import read_line
-from hfdist.config.composition.compose import compose_config, to_yaml
+from hfdist.config.composition.compose import compose_config
+from hfdist.config.composition.config_text import to_yaml
 from hfdist.config.composition.defaults_list import refuse_config_of_others
 from hfdist.config.composition.files import MAX_BYTES, read_config, refuse_references
 from hfdist.config.composition.refused_values import refuse_resolver

@@ -9,7 +9,8 @@ import pytest
 
 from hfdist.config.cli.command import _says_finished, recipe
 from hfdist.config.cli.finished import describe_finished, leaves_all_done
-from hfdist.config.composition.compose import compose_config, to_values, to_yaml
+from hfdist.config.composition.compose import compose_config
+from hfdist.config.composition.config_text import to_values, to_yaml
 from hfdist.config.composition.diff import find_changes
 from hfdist.config.model import AdapterConfig
 from hfdist.config.optimizer import Schedule

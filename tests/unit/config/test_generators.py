@@ -6,7 +6,8 @@ import pytest
 
 from hfdist.config.checks.preflight import check_run
 from hfdist.config.checks.task import check_task
-from hfdist.config.composition.compose import compose_config, to_values
+from hfdist.config.composition.compose import compose_config
+from hfdist.config.composition.config_text import to_values
 from hfdist.config.composition.diff import find_changes
 from hfdist.config.task import NO_SERVER
 from hfdist.errors import ConfigError

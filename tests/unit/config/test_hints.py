@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 import hfdist
-from hfdist.config.composition.compose import compose_config, to_yaml
+from hfdist.config.composition.compose import compose_config
+from hfdist.config.composition.config_text import to_yaml
 from hfdist.config.composition.other_trainers import OVERRIDES, REASONS
 from hfdist.config.schema import all_keys, find_key
 from hfdist.errors import HfdistError
@@ -26,7 +27,7 @@ OTHERS = {
     "finished.py": "the files of a run that has ended",
     "unnamed.py": "twenty folders of runs that have no name",
     "defaults_list.py": "a config file is mended in an editor",
-    "_bad_group": "a defaults list is mended in an editor",
+    "explain_group": "a defaults list is mended in an editor",
     "_twice_in_a_file": "a defaults list is mended in an editor",
     # Of values that only files have.
     "explain_interpolation": "the value is to be written out",

@@ -2,7 +2,8 @@
 
 import pytest
 
-from hfdist.config.composition.compose import compose_config, to_values
+from hfdist.config.composition.compose import compose_config
+from hfdist.config.composition.config_text import to_values
 from hfdist.config.rates import explain_learning_rate
 from hfdist.config.task import TRAITS, TaskName
 

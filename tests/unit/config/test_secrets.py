@@ -2,7 +2,8 @@
 
 import pytest
 
-from hfdist.config.composition.compose import compose_config, to_values, to_yaml
+from hfdist.config.composition.compose import compose_config
+from hfdist.config.composition.config_text import to_values, to_yaml
 from hfdist.config.run import RunConfig
 from hfdist.errors import ConfigError
 

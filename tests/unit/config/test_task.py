@@ -3,7 +3,8 @@
 import pytest
 
 from hfdist.config.checks.paths import check_model_paths
-from hfdist.config.composition.compose import compose_config, to_values
+from hfdist.config.composition.compose import compose_config
+from hfdist.config.composition.config_text import to_values
 from hfdist.config.composition.diff import find_changes
 from hfdist.config.data import Packing, RowFormat
 from hfdist.config.schema import find_key

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from hfdist.config.cli.unnamed import check_named, choose_run_name
-from hfdist.config.composition.compose import compose_config, to_yaml
+from hfdist.config.composition.compose import compose_config
+from hfdist.config.composition.config_text import to_yaml
 from hfdist.errors import ConfigError
 
 

@@ -7,7 +7,8 @@ from hfdist.config.cli.about_run import read_line
 from hfdist.config.cli.arguments import as_config_flags
 from hfdist.config.cli.own_config import as_recipe
 from hfdist.config.cli.recipe_names import with_task
-from hfdist.config.composition.compose import compose_config, to_yaml
+from hfdist.config.composition.compose import compose_config
+from hfdist.config.composition.config_text import to_yaml
 from hfdist.errors import ConfigError
 
 

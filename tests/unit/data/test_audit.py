@@ -22,8 +22,9 @@ from hfdist.errors import ConfigError, DataError, ResourceError
 from hfdist.verify.audit import exactly_once, lane_audit
 from hfdist.verify.audit.discrepancies import Discrepancy
 from hfdist.verify.audit.exactly_once import Audit
+from hfdist.verify.audit.past_run import PastRun, read_ledger
 from hfdist.verify.audit.pool_audit import PoolAudit
-from hfdist.verify.audit.run import PastRun, describe_step, read_ledger
+from hfdist.verify.audit.step_contents import describe_step
 from tests.unit.data.corpora import tokenizer
 from tests.unit.data.streams import PACKINGS, Run, memory_config, memory_corpus
 

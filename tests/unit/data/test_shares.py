@@ -15,7 +15,7 @@ from hfdist.data.stream.ledger import Ledger
 from hfdist.errors import CheckpointError
 from hfdist.islands.data_share import DataShare
 from hfdist.verify.audit.exactly_once import Audit
-from hfdist.verify.audit.run import join_ledgers, read_ledger
+from hfdist.verify.audit.past_run import join_ledgers, read_ledger
 from tests.marks import many
 from tests.unit.data.corpora import tokenizer
 from tests.unit.data.streams import PACKINGS, memory_config, memory_corpus

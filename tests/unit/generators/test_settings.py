@@ -2,7 +2,8 @@
 
 import pytest
 
-from hfdist.config.composition.compose import compose_config, to_values
+from hfdist.config.composition.compose import compose_config
+from hfdist.config.composition.config_text import to_values
 from hfdist.errors import ConfigError
 from hfdist.messages.message import Message, NotAMessageError
 from hfdist.trainer.generation.limits import GenerationLimits

@@ -137,7 +137,8 @@ def test_another_file_stays(tmp_path, monkeypatch, capsys):
 
 
 def test_a_run_goes_on_with_its_own_config_and_in_time(tmp_path, monkeypatch):
-    from hfdist.config.composition.compose import compose_config, to_yaml
+    from hfdist.config.composition.compose import compose_config
+    from hfdist.config.composition.config_text import to_yaml
 
     monkeypatch.chdir(tmp_path)
     run = Path("runs/first")

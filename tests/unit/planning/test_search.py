@@ -12,7 +12,7 @@ from hfdist.config.layout import Layout
 from hfdist.config.strategy import Offload, Schedule
 from hfdist.errors import ResourceError
 from hfdist.planning import advise as advising
-from hfdist.planning.searching import evaluate, search
+from hfdist.planning.searching import evaluate, fewest, search
 from hfdist.planning.searching.constants import ShareOfParts
 from hfdist.planning.searching.evaluate import Evaluator, Machines
 from hfdist.planning.searching.layout_space import Space, divisors
@@ -192,40 +192,40 @@ def test_lanes_are_dealt_over_the_data_ranks_of_all_islands():
 
 
 def test_auto_is_planned_as_1f1b(monkeypatch):
-    monkeypatch.setattr(search, "measure", lambda *_, **__: MODEL)
-    monkeypatch.setattr(search, "confirm", lambda found, *_, **__: found)
+    monkeypatch.setattr(fewest, "measure", lambda *_, **__: MODEL)
+    monkeypatch.setattr(fewest, "confirm", lambda found, *_, **__: found)
     configs = [
         compose_config([*BASE, "strategy=pipeline", "train.micro_batch_size=1", f"strategy.schedule={schedule}"])
         for schedule in ("auto", "1f1b")
     ]
-    auto, other = (search.fewest_processes(config, None, machines(60.0), searches=False) for config in configs)
+    auto, other = (fewest.fewest_processes(config, None, machines(60.0), searches=False) for config in configs)
     assert (auto.time, auto.memory) == (other.time, other.memory)
     assert auto.layout.schedule is Schedule.auto
     assert not any("stages_per_rank" in override for override in auto.overrides)
 
 
 def test_fewest_processes_are_the_first_that_fit(monkeypatch):
-    monkeypatch.setattr(search, "measure", lambda *_, **__: MODEL)
-    monkeypatch.setattr(search, "confirm", lambda found, *_, **__: found)
+    monkeypatch.setattr(fewest, "measure", lambda *_, **__: MODEL)
+    monkeypatch.setattr(fewest, "confirm", lambda found, *_, **__: found)
     config = compose_config([*BASE, "strategy=fsdp2", "train.micro_batch_size=1"])
 
-    def fewest(gib, *, searches=False):
-        return search.fewest_processes(config, None, machines(gib), searches=searches).layout.world_size
+    def count(gib, *, searches=False):
+        return fewest.fewest_processes(config, None, machines(gib), searches=searches).layout.world_size
 
-    counts = [fewest(gib) for gib in (60.0, 4.0, 2.8)]
+    counts = [count(gib) for gib in (60.0, 4.0, 2.8)]
     assert counts == sorted(counts)
     assert counts[0] < counts[-1]
-    assert all(fewest(gib, searches=True) <= count for gib, count in zip((60.0, 4.0, 2.8), counts, strict=True))
+    assert all(count(gib, searches=True) <= asked for gib, asked in zip((60.0, 4.0, 2.8), counts, strict=True))
     with pytest.raises(ResourceError, match="no number of processes"):
-        fewest(0.1)
+        count(0.1)
     # More data ranks than sequences would be needed.
     config = compose_config([*BASE, "strategy=fsdp2", "train.micro_batch_size=1", "train.global_batch_size=2"])
     with pytest.raises(ResourceError, match="no number of processes"):
-        fewest(2.8)
+        count(2.8)
 
 
 def test_counts_are_shares_of_a_machine_or_whole_machines():
-    counts = [count for count in search._counts(8) if count <= 256]
+    counts = [count for count in fewest._counts(8) if count <= 256]
     assert counts == [1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256]
     assert divisors(12) == [1, 2, 3, 4, 6, 12]
 

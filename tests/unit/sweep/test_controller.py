@@ -15,7 +15,7 @@ import pytest
 from rich.console import Console
 
 from hfdist.config.composition.compose import compose_config
-from hfdist.config.composition.overrides import COMMAND_LINE
+from hfdist.config.override_text import COMMAND_LINE
 from hfdist.config.sweep import compose_sweep
 from hfdist.errors import ConfigError
 from hfdist.records import RunFolder, read_lines, read_run

@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from hfdist.config.composition.overrides import COMMAND_LINE
+from hfdist.config.override_text import COMMAND_LINE
 from hfdist.config.sweep import Sampler, compose_sweep
 from hfdist.errors import ConfigError
 from hfdist.records.trials import Result, Trial, rank_trials

@@ -5,8 +5,7 @@ import json
 import pytest
 from hydra.core.override_parser.overrides_parser import OverridesParser
 
-from hfdist.config.composition.overrides import COMMAND_LINE
-from hfdist.config.override_text import as_override
+from hfdist.config.override_text import COMMAND_LINE, as_override
 from hfdist.errors import ConfigError
 from hfdist.tools.sweep.space import Dimension, Space, is_sweep, parse_dimension
 

@@ -100,7 +100,7 @@ def _warmed_up(sizes: Sequence[int], device: torch.device) -> Iterator[_Case]:
         runs_as = ""
         for size in sizes:
             num_ranks = dist.get_world_size()
-            # Shares of the same length.
+            # Rounded down to shares of the same length.
             count = max(num_ranks, size // _ITEM_BYTES // num_ranks * num_ranks)
             call = _make_call(kind, first[:count], second[:count])
             runs_as = runs_as or _name_of(call)

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from hfdist.config.cli.arguments import FLAG, as_command, read_arguments, read_flag
 from hfdist.config.cli.process_end import stop_everywhere, told_in_one_message
-from hfdist.config.composition.overrides import COMMAND_LINE
+from hfdist.config.override_text import COMMAND_LINE
 from hfdist.config.paths import expand_user
 from hfdist.config.run import AUTO
 from hfdist.errors import ConfigError
@@ -96,9 +96,6 @@ def _be_rank(request: Request) -> None:
         measure_rank(request)
 
 
-main = as_command(_HELP, _measure)
-
-
 def _largest(values: dict[str, str]) -> int:
     text = values.get("largest", "64MiB")
     size = read_size(text)
@@ -116,3 +113,6 @@ def _out(values: dict[str, str]) -> Path | None:
         where, hint = f"out ({COMMAND_LINE})", f"out={path.with_suffix('.yaml')}"
         raise ConfigError("this is no such file", where=where, found=str(path), allowed=".yaml, .yml", hint=hint)
     return path
+
+
+main = as_command(_HELP, _measure)

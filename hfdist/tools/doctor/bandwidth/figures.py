@@ -90,7 +90,7 @@ def fit_link(figures: Sequence[Figure], group: str) -> Link | None:
     small call waits for its hops, as planning counts them.
     """
     own = [one for one in figures if one.group == group and one.kind == ALL_REDUCE]
-    # Not quite the size that was asked for, where it is divided over ranks.
+    # Half of it: a size that ranks share is rounded down to equal shares.
     if len({one.size_bytes for one in own}) < 2 or max(one.size_bytes for one in own) < LEAST_LINK_BYTES / 2:
         return None
     by_size = sorted(own, key=lambda one: one.size_bytes)
@@ -109,7 +109,7 @@ def _line(small: Figure, large: Figure) -> tuple[float, float]:
     per_byte = (large.low_seconds - small.low_seconds) / (large.size_bytes - small.size_bytes)
     start = small.low_seconds - per_byte * small.size_bytes
     if per_byte <= 0 or start < 0:
-        # Noise: the largest size alone.
+        # The measurement is noise: the largest size alone counts.
         return 0.0, large.low_seconds / large.size_bytes
     return start, per_byte
 

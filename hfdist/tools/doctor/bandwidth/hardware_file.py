@@ -21,10 +21,10 @@ def write_hardware(path: Path, name: str | None, links: Mapping[str, Link], *, p
     """Write what was measured of links, and all else of the hardware that is named, or of the device at hand.
 
     Args:
-        path: of the file.
-        name: of a file of conf/hardware/, or its path; None: the device at hand, and a CPU is measured.
-        links: by group of ranks.
-        processes: in a machine.
+        path: the file to write.
+        name: the name of a file of conf/hardware/, or its path; None: the device at hand, and a CPU is measured.
+        links: what was measured, by group of ranks.
+        processes: number of processes in a machine.
         is_cpu: whether ranks computed on the CPU.
 
     Raises:

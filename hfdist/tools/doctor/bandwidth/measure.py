@@ -71,7 +71,7 @@ def measure_rank(request: Request) -> None:
         ResourceError: ranks do not come, cannot reach each other, or do not answer in time.
     """
     place = read_launcher()
-    # As a run does.
+    # A run chooses it, too: its links are measured.
     choose_gloo_interface()
     rendezvous = meet(place)
     has_gpu = torch.cuda.is_available() and place.local_rank < torch.cuda.device_count()
@@ -110,7 +110,7 @@ def _measure_groups(request: Request, rendezvous: Rendezvous, plan: _Plan) -> tu
                 with rendezvous.group(f"bandwidth-{number}", plan.backend, group.ranks, request.call_seconds):
                     figures += measure(group.name, sizes_up_to(request.largest_bytes), device_of(plan.backend))
             except Exception as error:
-                # Whatever a backend raises.
+                # A backend may raise anything.
                 failure, is_sound = what_failed(error), False
         rendezvous.tell(f"measured-{number}", is_sound)
     return figures, failure

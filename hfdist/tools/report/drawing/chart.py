@@ -35,7 +35,7 @@ class Curve:
     """A curve with its points."""
 
     label: str
-    """In the page's words or of unknown origin; escaped here."""
+    """Name of the curve; it may be of unknown origin, and is escaped here."""
     points: Sequence[Point]
     colour: str = "c0"
     """Class of the page's style: c0, c1 ..."""
@@ -212,7 +212,7 @@ def _line(chart: Chart, curve: Curve, up: Axis, most: int) -> str:
     is_noisy = len(points) > most // 2
     kind = "faint" if is_noisy else "line"
     drawn = f'<path class="{kind} {curve.colour}" {label} d="{_path(keep_extremes(points, most))}"/>'
-    # Of many points the eye sees a band; its mean tells how it goes.
+    # Many noisy points look like a band: a line of their means shows where it goes.
     return drawn + (f'<path class="line {curve.colour}" d="{_path(means(points, most // 6))}"/>' if is_noisy else "")
 
 

@@ -21,8 +21,8 @@ def draw(stretches: Sequence[Stretch], labels: Sequence[str]) -> str:
     """Give the map as HTML; nothing for one rank, or if no busy time is known, as on a GPU.
 
     Args:
-        stretches: in order.
-        labels: of the ranks, of unknown origin.
+        stretches: the stretches of the run, in order.
+        labels: a label for each rank, of unknown origin.
     """
     num_ranks = max((len(stretch.busy()) for stretch in stretches), default=0)
     if num_ranks < 2:

@@ -16,7 +16,7 @@ def keep_extremes(points: Sequence[Point], most: int) -> list[Point]:
     """
     if len(points) <= most:
         return list(points)
-    # Two of a stretch, besides both ends.
+    # Each stretch keeps two points, and both ends are kept.
     kept = [extreme for stretch in _stretches(points, most // 2 - 1) for extreme in _extremes(stretch)]
     return [*[points[0]][: points[0] != kept[0]], *kept, *[points[-1]][: points[-1] != kept[-1]]]
 

@@ -13,8 +13,15 @@ from hfdist.tools.report.text import number, numbers
 
 Number = TypeVar("Number", int, float)
 
-PARTS = (RankColumn.compute_seconds.value, RankColumn.data_seconds.value, RankColumn.wait_seconds.value)
 STEP = RankColumn.step_seconds.value
+"""Key of the seconds of a step in a line."""
+COMPUTE, DATA, WAIT = (
+    RankColumn.compute_seconds.value,
+    RankColumn.data_seconds.value,
+    RankColumn.wait_seconds.value,
+)
+PARTS = (COMPUTE, DATA, WAIT)
+"""Keys of the parts of a step."""
 _MOST_STRETCHES = 97
 """Most stretches. Where there are more, each two neighbours become one, but for the first line."""
 _MOST_STEPS = 2**31
@@ -34,7 +41,7 @@ class Stretch:
     """Highest memory of each rank, in bytes; 0: not known."""
 
     def add(self, line: Mapping[str, object]) -> None:
-        """Add a line, for as many steps as it is of; of few ranks lines do not say so, and are alike."""
+        """Add a line, for as many steps as it says; lines of few ranks do not say it, and count as one step each."""
         self.num_lines += 1
         steps = int(min(max(number(line.get(STEPS)) or 1, 1), _MOST_STEPS))
         for name in (STEP, *PARTS):
@@ -63,7 +70,7 @@ class Stretch:
 
     def busy(self) -> list[float | None]:
         """Give the seconds a step in which each rank computed or waited for data, so that others waited for it."""
-        compute, data = self.means(PARTS[0]), self.means(PARTS[1])
+        compute, data = self.means(COMPUTE), self.means(DATA)
         data += [None] * (len(compute) - len(data))
         return [None if own is None else own + (of_data or 0.0) for own, of_data in zip(compute, data, strict=False)]
 
@@ -92,7 +99,7 @@ class RankSteps:
         """Add a line; one whose step is not a later one, or which does not have all ranks, counts for nothing."""
         step = number(line.get("step"))
         if STEPS in line:
-            # The second line is of all steps of a short run but the first.
+            # In a short run the second line has all steps but the first.
             self._least_stretches = 2
         if step is None or STEP not in line or (self.stretches and step <= self.stretches[-1].last_step):
             return

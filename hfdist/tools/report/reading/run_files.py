@@ -33,7 +33,7 @@ class RunFiles:
 
     def __init__(self, folder: Path) -> None:
         self.folder, self._paths = folder, RunFolder(folder)
-        # Of `.`, too, and of a link the name that the user gave it.
+        # `.` has no name until it is resolved; a link keeps the name that the user gave it.
         self.name = folder.name or folder.resolve().name
         self.record: RunRecord | None = None
         self.spans: list[Span] = []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 LOG = "log.txt"
 """File in the folder of a trial with what its processes have printed."""
@@ -49,13 +49,20 @@ class Launcher(Protocol):
         """Give all trials that run, by their folders, also those of other sweeps."""
 
 
-def trial_mark(slot: int, rung: int, folder: Path) -> str:
-    """Give the mark by which `find_all` knows a trial."""
-    return f"{slot} {rung} {folder.resolve()}"
+class TrialMark(NamedTuple):
+    """What a launched trial carries, so that `find_all` knows it."""
+
+    slot: int
+    rung: int
+    folder: Path
+
+    def __str__(self) -> str:
+        return f"{self.slot} {self.rung} {self.folder.resolve()}"
 
 
-def read_mark(text: str) -> tuple[int, int, Path] | None:
-    """Give slot, rung and folder of `trial_mark`; None: it is none."""
+def read_mark(text: str) -> TrialMark | None:
+    """Read the text of a mark; None: it is none."""
     slot, _, rest = text.partition(" ")
     rung, _, folder = rest.partition(" ")
-    return (int(slot), int(rung), Path(folder)) if slot.isdecimal() and rung.isdecimal() and folder else None
+    is_mark = slot.isdecimal() and rung.isdecimal() and bool(folder)
+    return TrialMark(int(slot), int(rung), Path(folder)) if is_mark else None

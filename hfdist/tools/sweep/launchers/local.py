@@ -12,11 +12,11 @@ from pathlib import Path
 import psutil
 
 from hfdist.host_cores import usable_cores
-from hfdist.tools.sweep.launchers.base import LOG, LaunchedTrial, read_mark, trial_mark
+from hfdist.tools.sweep.launchers.base import LOG, LaunchedTrial, TrialMark, read_mark
 from hfdist.topology import without_launcher
 
 _MARK = "HFDIST_SWEEP_TRIAL"
-"""Variable in the environment of a trial's processes: `trial_mark`. It is there as soon as the process is."""
+"""Variable in the environment of a trial's processes: a TrialMark. It is there as soon as the process is."""
 
 
 class TrialProcess:
@@ -25,14 +25,14 @@ class TrialProcess:
     def __init__(self, process: psutil.Process, slot: int, rung: int) -> None:
         self._process, self.slot, self.rung = process, slot, rung
         self.exit_code: int | None = None
-        """See `LaunchedTrial`. That of a trial that another process has started is not known."""
+        """See `LaunchedTrial`; that of a trial which another process has started is not known."""
 
     @classmethod
     def start(
         cls, command: Sequence[str], folder: Path, *, slot: int, rung: int, environment: Mapping[str, str]
     ) -> TrialProcess:
         """Start it; what it prints goes to `LOG`."""
-        mark = {_MARK: trial_mark(slot, rung, folder)}
+        mark = {_MARK: str(TrialMark(slot, rung, folder))}
         with (folder / LOG).open("ab") as log:
             # The object is kept: Python itself waits for children that nothing refers to, and drops their exit codes.
             started = psutil.Popen(
@@ -56,8 +56,7 @@ class TrialProcess:
                 # The ranks of a trial have its mark, too.
                 is_first = mark is not None and os.getsid(process.pid) == process.pid
                 if mark is not None and is_first and process.status() != psutil.STATUS_ZOMBIE:
-                    slot, rung, folder = mark
-                    found.setdefault(folder, cls(process, slot, rung))
+                    found.setdefault(mark.folder, cls(process, mark.slot, mark.rung))
         return found
 
     @property

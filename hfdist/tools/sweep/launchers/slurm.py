@@ -11,13 +11,13 @@ from pathlib import Path
 from hfdist.errors import ConfigError
 from hfdist.tools.jobs.job import Job
 from hfdist.tools.jobs.slurm import write_slurm
-from hfdist.tools.sweep.launchers.base import LOG, LaunchedTrial, read_mark, trial_mark
+from hfdist.tools.sweep.launchers.base import LOG, LaunchedTrial, TrialMark, read_mark
 
 SCRIPT = "job.sbatch"
 _MARK = "hfdist sweep "
-"""Begin of the comment of a job."""
+"""Begin of the comment of a job, before its TrialMark."""
 _FROM_OUTSIDE = ("CANCELLED", "NODE_FAIL", "PREEMPTED", "TIMEOUT")
-"""States of a job whose exit code says nothing of the run."""
+"""States of a job that was ended from outside: its exit code says nothing of the run."""
 _MOST_TRIES, _TRY_SECONDS = 4, 5.0
 """Most tries of a command that SLURM does not answer, or refuses for now, and the seconds between two of them."""
 _QUEUE = ("squeue", "--me", "--noheader", "--format=%i|%k")
@@ -44,7 +44,7 @@ class SlurmLauncher:
         write_slurm(self._make_job(overrides, path), requeues=False).write()
         # The sweep itself decides whether a trial starts again, whatever the site or cluster.slurm.options say.
         options = ["--parsable", "--no-requeue", f"--output={folder.resolve() / LOG}", "--open-mode=append"]
-        said = _try("sbatch", *options, f"--comment={_MARK}{trial_mark(slot, rung, folder)}", str(path))
+        said = _try("sbatch", *options, f"--comment={_MARK}{TrialMark(slot, rung, folder)}", str(path))
         # A program that a site has put before sbatch may print lines of its own.
         numbers = re.findall(r"^(\d+)(?:;.*)?\s*$", said.stdout, flags=re.MULTILINE)
         if said.returncode != 0 or not numbers:
@@ -52,7 +52,7 @@ class SlurmLauncher:
             raise ConfigError("SLURM does not take the job", where="sweep.launcher", found=found, hint=f"sbatch {path}")
         job = int(numbers[-1])
         self._queue[job] = ""
-        # What was read before does not know it.
+        # The queue is read anew at the next look: what was read before does not know the job.
         self._read_at = 0.0
         return SlurmTrial(self, job, slot, rung)
 
@@ -67,8 +67,7 @@ class SlurmLauncher:
         for job, comment in self._queue.items():
             mark = read_mark(comment.removeprefix(_MARK)) if comment.startswith(_MARK) else None
             if mark is not None:
-                slot, rung, folder = mark
-                found[folder] = SlurmTrial(self, job, slot, rung)
+                found[mark.folder] = SlurmTrial(self, job, mark.slot, mark.rung)
         return found
 
     def read_queue(self) -> dict[int, str]:
@@ -105,7 +104,8 @@ class SlurmTrial:
 
     def stop(self, *, can_save: bool) -> None:
         """See `LaunchedTrial`."""
-        # To the run and not to the script, and without an end by force; before there is a step, it would reach nobody.
+        # With the flag only the run's processes are told, which save, and nothing ends them by force. Before the job
+        # has a step, the signal would reach nobody.
         _run("scancel", *(["--signal=TERM"] if can_save else []), str(self._job))
 
 

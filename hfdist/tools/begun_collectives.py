@@ -1,0 +1,116 @@
+"""The collectives that ranks have begun, by their snapshots: who is in one, and who has not come to it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Mapping
+from typing import NamedTuple
+
+from hfdist.watch.snapshot import Collective, Snapshot
+
+_SAME_SIZES = ("all_reduce", "allreduce", "broadcast")
+"""Collectives to which all ranks of a group bring a tensor of the same size."""
+
+
+class WaitingRanks(NamedTuple):
+    """Ranks that wait for others in a collective."""
+
+    waiting: list[int]
+    awaited: list[int]
+    collective: str
+
+
+class BegunCollectives:
+    """What all ranks have begun at one moment.
+
+    Args:
+        snapshots: what ranks have written themselves.
+        ranks: all ranks of which anything is known.
+        silent: ranks that neither write nor beat any more.
+    """
+
+    def __init__(self, snapshots: Mapping[int, Snapshot], ranks: Collection[int], silent: Collection[int]) -> None:
+        self._snapshots, self._ranks, self._silent = snapshots, ranks, silent
+        self._members: dict[str, list[int]] = {}
+        """Ranks of each group, under its name and its ranks: groups of other ranks may have the same name."""
+        self._pending: dict[int, list[Collective]] = {rank: [] for rank in snapshots}
+        """Collectives that have not ended, by rank."""
+        self._by_number: dict[tuple[str, int], dict[int, Collective]] = {}
+        """What each rank has called under a number of a group, by group and number."""
+        self._newest: dict[tuple[str, int], int] = {}
+        """Number of the newest collective, by group and rank."""
+        for rank, snapshot in snapshots.items():
+            for collective in snapshot.collectives:
+                ranks_of_group = snapshot.groups.get(collective.group, [])
+                call = collective._replace(group=f"{collective.group} {ranks_of_group}")
+                self._members[call.group] = ranks_of_group
+                if not call.is_done:
+                    self._pending[rank].append(call)
+                if not call.is_p2p:
+                    self._by_number.setdefault((call.group, call.number), {})[rank] = call
+                    self._newest[call.group, rank] = max(call.number, self._newest.get((call.group, rank), 0))
+
+    def pending(self, rank: int) -> Collective | None:
+        """Give the collective in which a rank is; None: it is in none, or that is not known."""
+        return next(iter(self._pending.get(rank, [])), None)
+
+    def waits(self) -> list[WaitingRanks]:
+        """Give for each collective that has not ended who is in it, and who has not come to it."""
+        found: dict[tuple[str, int, str], WaitingRanks] = {}
+        for rank in sorted(self._pending):
+            call = self.pending(rank)
+            if call is None:
+                continue
+            missing = [other for other in self._partners(rank, call) if not self._has_begun(other, call)]
+            if missing:
+                key = call.group, call.number, call.name if call.is_p2p else ""
+                waiting = [*(found[key].waiting if key in found else []), rank]
+                found[key] = WaitingRanks(waiting, missing, f"{short_name(call)}, {call.place}")
+        return list(found.values())
+
+    def first_differing(self) -> dict[int, Collective]:
+        """Give what each rank has called under the first number of a group at which they differ; empty: nowhere."""
+        for _, calls in sorted(self._by_number.items()):
+            if len({kind_of(call, calls) for call in calls.values()}) > 1:
+                return calls
+        return {}
+
+    def without_end(self) -> dict[int, Collective]:
+        """Give by rank a collective in which all ranks of its group are; empty: there is none."""
+        for group, members in self._members.items():
+            pending = ((rank, call) for rank in members for call in reversed(self._pending.get(rank, [])))
+            # Reversed, so that of several in a group the first one stays.
+            calls = {rank: call for rank, call in pending if call.group == group}
+            if len(calls) > 1 and len(calls) == len(members):
+                return calls
+        return {}
+
+    def _partners(self, rank: int, call: Collective) -> list[int]:
+        """Give the other ranks of the group, or the one at the other end, as of `nccl:recv 0<-1`."""
+        members = self._members[call.group]
+        end = re.search(r"(?:->|<-)(\d+)$", call.name) if call.is_p2p else None
+        if call.is_p2p:
+            members = [members[int(end[1])]] if end is not None and int(end[1]) < len(members) else []
+        return [other for other in members if other != rank and other in self._ranks]
+
+    def _has_begun(self, rank: int, call: Collective) -> bool:
+        if rank not in self._snapshots:
+            # A silent rank has none; of a rank whose machine has a disk of its own nothing is known.
+            return rank not in self._silent
+        # The two ends of a message count it by numbers of their own, which cannot be compared.
+        return not call.is_p2p and self._newest.get((call.group, rank), 0) >= call.number
+
+
+def kind_of(call: Collective, calls: Mapping[int, Collective]) -> str:
+    """Give what must be equal in all `calls` under one number of a group: the name, and sizes where these must be."""
+    # What has ended on one rank did not hang for its sizes.
+    has_ended = any(one.is_done for one in calls.values())
+    needs_sizes = not has_ended and any(name in call.name for name in _SAME_SIZES)
+    return f"{call.name} {call.sizes}" if needs_sizes else call.name
+
+
+def short_name(call: Collective) -> str:
+    """Give the name of a collective without the backend's, and the sizes of its tensors."""
+    name = call.name.partition(":")[2] or call.name
+    sizes = ", ".join("x".join(map(str, size)) or "1" for size in call.sizes[:2])
+    return f"{name} of {sizes}" if sizes else name
