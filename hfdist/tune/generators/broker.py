@@ -160,6 +160,8 @@ class Broker:
         if given and rollback == self._rollback and version > (self._dispatcher.version or 0):
             raise NotAMessageError("there is no such version of the policy yet")
         self.num_tokens += num_tokens
+        if given:
+            self._processes.note_answers(generator)
         for number, answers in zip(numbers, given, strict=True):
             if rollback == self._rollback:
                 self._dispatcher.answer(generator, number, version, answers)
