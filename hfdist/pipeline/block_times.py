@@ -21,7 +21,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves, tree_map_only
 from transformers import PreTrainedModel
 
-from hfdist.collectives import gather_json
+from hfdist.collectives import on_all_ranks
 from hfdist.config.train import Precision
 from hfdist.errors import ConfigError, named_line
 from hfdist.models.embeddings import input_embeddings
@@ -99,6 +99,8 @@ def time_blocks(
     try:
         with torch.no_grad(), preserve_state(model):
             copy_structure(model, blocks, timer.call)(input_ids=tokens)
+    except torch.OutOfMemoryError:
+        raise
     except Exception as error:
         raise ConfigError(
             "the model's blocks cannot be timed one by one: they need what other blocks have left",
@@ -139,14 +141,20 @@ def time_blocks_of_run(
     """
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     autocast_type = {Precision.bf16: torch.bfloat16, Precision.fp16: torch.float16}.get(precision)
-    own = time_blocks(model, blocks, torch.zeros(shape, dtype=torch.int64), device, autocast_type, halves=halves)
-    logger.info(
-        "measured: blocks %s s, embedding %.3g s, head and loss %.3g s",
-        tuple(part.seconds for part in own.blocks),
-        own.prologue.seconds,
-        own.epilogue.seconds,
-    )
-    every = gather_json([*own.blocks, own.prologue, own.epilogue])
+
+    def measure() -> list[PartTime]:
+        tokens = torch.zeros(shape, dtype=torch.int64)
+        own = time_blocks(model, blocks, tokens, device, autocast_type, halves=halves)
+        logger.info(
+            "measured: blocks %s s, embedding %.3g s, head and loss %.3g s",
+            tuple(part.seconds for part in own.blocks),
+            own.prologue.seconds,
+            own.epilogue.seconds,
+        )
+        return [*own.blocks, own.prologue, own.epilogue]
+
+    # One rank alone may be out of memory.
+    every = on_all_ranks(measure)
     means = [PartTime(*map(fmean, zip(*of_part, strict=True))) for of_part in zip(*every, strict=True)]
     grain = fmean(part.seconds for part in means[: len(blocks)]) / _GRAIN
     means = [PartTime(*[*(round(leg / grain) * grain for leg in part[:-1]), part.kept_bytes]) for part in means]

@@ -5,6 +5,7 @@ Weights stay in float32, as without ZeRO, and half precision is autocast's: the 
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, cast
@@ -17,6 +18,8 @@ from torch import nn
 from hfdist.checkpoint.piece import Piece
 from hfdist.collectives import gather_json
 from hfdist.config.batch import BatchPlan
+from hfdist.config.checks.deepspeed import AUTO, PLACE
+from hfdist.config.plain_values import flatten
 from hfdist.config.strategy import StrategyConfig
 from hfdist.config.train import TrainConfig
 from hfdist.errors import PartitionError
@@ -26,7 +29,6 @@ from hfdist.strategies.deepspeed.deepspeed_config import generate
 from hfdist.strategies.deepspeed.estimates import reduce_to_owners, with_master_weights
 from hfdist.strategies.deepspeed.startup import start_deepspeed
 from hfdist.strategies.deepspeed.step_hooks import hook_steps
-from hfdist.strategies.engine import Engine
 from hfdist.strategies.pipelines.pipeline import PipelineEngine, PipelineStrategy
 from hfdist.strategies.step_memory import MemoryUse, RankSizes, ShardFractions
 from hfdist.strategies.traffic import Axes, Sent, cut_elements
@@ -37,12 +39,16 @@ if TYPE_CHECKING:
 
     from hfdist.strategies.deepspeed.flat_buffers import ZeroOptimizer
 
+logger = logging.getLogger(__name__)
+
 
 class PipelineZeroEngine(PipelineEngine):
     """DeepSpeed reduces and steps at the end of `forward_backward`, as it does in the Trainer without a pipeline."""
 
     steps_other_tensors = True
     clips_stepped = True
+    # DeepSpeed reduces after the sum over stages, on each stage in its own order.
+    _sums_over_stages_last = False
     _strategy: PipelineZeroStrategy
 
     def setup(
@@ -100,10 +106,6 @@ class PipelineZeroEngine(PipelineEngine):
         """List this rank's runs of its stages' flattened parameters and of their optimizer state."""
         return pieces_zero.list_pieces(self.model, self._engine, self._whole_steps)
 
-    def whole_parameters(self) -> Iterable[tuple[str, torch.Tensor]]:
-        """List them as without stages: DeepSpeed reduces after the sum over holders, on each stage in its own order."""
-        return Engine.whole_parameters(self)
-
     def after_load(self) -> None:
         """Copy what was read into the weights that the model computes with."""
         pieces_zero.after_load(self.model, self._engine)
@@ -140,6 +142,14 @@ class PipelineZeroStrategy(PipelineStrategy):
         self.deepspeed_config["train_batch_size"] *= topology.context
         # Gradients are reduced once, after the schedule: DeepSpeed must not hook into each backward.
         self.deepspeed_config["zero_optimization"]["overlap_comm"] = False
+        of_precision = f"{train.precision.value}."
+        self._left_out = [
+            key
+            for key, value in flatten(strategy.deepspeed, "")
+            if value != AUTO and key != f"{of_precision}enabled"
+            if key.startswith(of_precision) or (key == "zero_optimization.overlap_comm" and value)
+        ]
+        """Keys that the user has set, and that DeepSpeed does not follow here."""
 
     def agreed_arguments(self) -> dict[str, object]:
         """What DeepSpeed's config has taken over; half precision is autocast's."""
@@ -147,6 +157,11 @@ class PipelineZeroStrategy(PipelineStrategy):
 
     def start(self) -> None:
         """Let DeepSpeed take over the process group."""
+        if self._left_out:
+            logger.warning(
+                "%s: left out. A pipeline reduces gradients once, after its schedule, and half precision is torch's",
+                ", ".join(f"{PLACE}.{key}" for key in self._left_out),
+            )
         start_deepspeed()
 
     def _state_traffic(self, axes: Axes) -> Iterable[Sent]:
