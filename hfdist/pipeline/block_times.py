@@ -115,13 +115,13 @@ def time_blocks(
     def loss(copied: nn.Module, inputs: torch.Tensor) -> torch.Tensor:
         return nn.functional.cross_entropy(copied(inputs).float().flatten(0, -2), ids.flatten())
 
-    # Their weights are drawn, too.
+    # Weights of their copies are drawn, too.
     with preserve_state(model):
         prologue = (
             PartTime() if embedding is None else timer.time(embedding, lambda: None, lambda copied, _: copied(ids))
         )
         epilogue = PartTime() if head is None else timer.time(head, lambda: hidden, loss)
-    # Its images are not here yet: it counts as blocks of as many parameters would.
+    # There are no images yet: what reads them counts as blocks with as many parameters.
     share = num_image_parameters(model) / sum(costs_by_parameters(model, blocks).blocks)
     of_images = PartTime(*(share * leg for leg in _total(timer.times)))
     return BlockTimes(tuple(timer.times), _total([prologue, of_images]), epilogue)

@@ -87,7 +87,7 @@ def _try(small: PreTrainedModel, batch: _Batch, whole: tuple[torch.Tensor, _Grad
     if without is not None:
         return f"{without} has no gradient"
     difference = largest_difference(whole[0], loss, whole[1].values(), [gradients[name] for name in whole[1]])
-    # Also where it is no number.
+    # Written so that NaN is a problem.
     return None if difference <= _BOUND else f"the loss, or a gradient, differs by {difference:.0e}"
 
 

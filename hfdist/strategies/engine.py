@@ -192,7 +192,7 @@ class Engine:
         inner, before = optimizer.optimizer, self._optimizer
         self._optimizer, self._scaler = optimizer, scaler
         if before is not None and before.optimizer is inner:
-            # Of an earlier training.
+            # An earlier training has done the rest.
             return
         shared = list(self._shared(inner))
         self._whole_steps = WholeSteps(inner, gather_regions(shared)) if shared else None

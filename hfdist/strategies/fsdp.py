@@ -260,11 +260,11 @@ class FsdpEngine(ShardedEngine):
     ) -> None:
         super().__init__(model, context, parts)
         self._use(model, mesh, frees_after_forward, unused)
-        # After FSDP's own hook.
+        # Hooks run in order: this one after FSDP's own.
         model.register_forward_hook(self._after_forward)
 
     def _after_forward(self, *_: object) -> None:
-        # No backward follows, which would do it.
+        # A backward would do it, and none follows.
         if not torch.is_grad_enabled():
             self._reshard()
 

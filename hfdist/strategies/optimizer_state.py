@@ -109,7 +109,7 @@ class StateReader:
             return False
         if parameter.numel() != 1:
             return True
-        # Of a parameter of one element all is one number: a larger one tells.
+        # All state of a parameter of one element is one number: a larger parameter tells which is one number always.
         larger = parameter.new_zeros([2] * max(parameter.dim(), 1))
         return bool(state_after_step(self._optimizer, group, larger)[key].numel() == 1)
 

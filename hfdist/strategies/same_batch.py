@@ -43,7 +43,7 @@ def check_same_batch(
 
 def _checksum(name: str, value: torch.Tensor) -> torch.Tensor:
     """Give a checksum of a tensor's name, shape and numbers; the same numbers in another order have another one."""
-    # Of floats the bits: as whole numbers, shares of one would all be zeros.
+    # The bits of floats: as whole numbers, all numbers between 0 and 1 would be zeros.
     numbers = (value.double().view(torch.int64) if value.is_floating_point() else value.to(torch.int64)).flatten()
     weights = torch.arange(1, len(numbers) + 1, device=value.device)
     content = (numbers * weights).sum() + sum(size * 10**6 for size in value.shape)

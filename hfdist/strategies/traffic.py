@@ -209,10 +209,10 @@ class Axes:
             case Compression.fp16 | Compression.bf16:
                 return ALL_REDUCE, 2 / item_bytes
             case Compression.powersgd:
-                # Of matrices as wide as the hidden states; those that are wider send a little less.
+                # Counted for matrices as wide as the hidden states; wider ones send a little less.
                 return ALL_REDUCE, min(1.0, 2 * config.compression_rank / self.sizes.hidden)
             case Compression.topk:
-                # Of each rank numbers and their places.
+                # Each rank sends numbers and their places.
                 num_ranks = self.topology.data * self.topology.context
                 return ALL_GATHER, num_ranks * config.compression_share * (1 + 4 / item_bytes)
             case Compression.none:
@@ -315,7 +315,7 @@ class Axes:
             summed += tokens * (2 * of_plan.embedded + 4) * sizes.weight_bytes
         yield from add(ALL_REDUCE, summed, num_sums)
         yield from add(ALL_GATHER, tokens * of_plan.gathered * sizes.compute_bytes * sizes.forwards, calls)
-        # Of what is whole on each rank: the gradients, or the shards of them.
+        # Gradients of what is whole on each rank, or their shards.
         whole = (sizes.parameters - of_plan.divided - sizes.experts) * self.stages_share * sizes.trained_share
         if self.config.shards_state:
             # By FSDP2: ZeRO does not go with tensor ranks.

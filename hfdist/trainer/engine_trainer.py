@@ -154,7 +154,7 @@ class EngineTrainer(transformers.Trainer):
         is_counted = self.model_accepts_loss_kwargs and num_items_in_batch is not None
         outputs = model(**inputs, num_items_in_batch=num_items_in_batch) if is_counted else model(**inputs)
         if isinstance(outputs, dict) and "loss" not in outputs:
-            # For its error message.
+            # The original raises the error.
             return super().compute_loss(model, inputs)
         loss = outputs["loss"] if isinstance(outputs, dict) else outputs[0]
         # Gradients are averaged over the processes, and the targets are counted over all.
@@ -227,7 +227,7 @@ class EngineTrainer(transformers.Trainer):
         stream = self.training.stream
         has_equal_rows = stream is not None and stream.images is None and stream.plan.packing is not Packing.none
         if has_equal_rows and self._counts_rows:
-            # Its rows are of one length, so they have it already.
+            # A stream's rows are of one length already.
             return
         # Each has taken the rows of the others for as long as its own, so the mean is right.
         of_ranks = gather_json(self.throughput.tokens)

@@ -123,7 +123,7 @@ class DistributedTrainerMixin(_Trainer):
             self.strategy,
             head=self.options.loss_head,
             hooks=self.hooks,
-            # It is made once the device is known.
+            # A throughput is made later, once the device is known.
             paused=lambda: self.throughput.paused(),
             restart_figures=self.restart_figures,
         )
@@ -365,7 +365,7 @@ class DistributedTrainerMixin(_Trainer):
     def _read_step(self, read: Callable[[], _Step], num_microbatches: int) -> _Step:
         """Read until there is a target: without one no step is taken."""
         samples, num_items = read()
-        # Of a loader of the class's own that has no length.
+        # A loader of the class's own may have no length, and so give a step of too few micro batches.
         label_names = self.weighted_loss.label_names if self._sums_targets else None
         samples = fill_up_step(samples, num_microbatches, label_names)
         self._num_read += len(samples)
@@ -409,7 +409,7 @@ class DistributedTrainerMixin(_Trainer):
         num_items_in_batch: torch.Tensor | int | None = None,
     ) -> Any:
         """As the original; if the loss is not finite, no gradient is, and the gradients tell the other ranks."""
-        # An objective defers by itself.
+        # An objective defers the head by itself.
         head = None if return_outputs or self.options.objective is not None else self.options.loss_head
         counted = inputs.get(COUNTED)
         if counted is not None:
@@ -455,12 +455,12 @@ class DistributedTrainerMixin(_Trainer):
         if self.engine is None:
             return super()._get_grad_norm(model, grad_norm)
         if grad_norm is None:
-            # Also of an override that returns nothing: gradients are reduced once.
+            # An override may return nothing, and gradients are reduced once.
             grad_norm = self._norm if "_clip_grad_norm" in self._steps_run else self._take_norm(0.0)
         grad_norm = super()._get_grad_norm(model, grad_norm)
         keeps_them_elsewhere = self.accelerator.distributed_type is DistributedType.DEEPSPEED
         if reads_images(cast(nn.Module, self.model)) and not keeps_them_elsewhere:
-            # Of a step without an image: ranks that share gradients have zeros, too, and optimizers go on by them.
+            # In a step without an image. Ranks that share gradients have zeros then, which change an optimizer's state.
             for parameter, is_trained in self._trained:
                 if is_trained and parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
@@ -472,7 +472,7 @@ class DistributedTrainerMixin(_Trainer):
         if self.engine is not None:
             if self._guard.end_step():
                 return
-            # As the original decides it, on all ranks alike.
+            # The original's own condition, equal on all ranks: figures are read by a collective.
             if self.control.should_log and self.state.global_step > self._globalstep_last_logged:
                 self.read_figures()
             if self._guard.was_taken and not self.control.should_save:
@@ -546,7 +546,7 @@ class DistributedTrainerMixin(_Trainer):
             return super().evaluation_loop(dataloader, *args, **kwargs)
         with self._optimizers.evaluating(self.engine):
             output = super().evaluation_loop(dataloader, *args, **kwargs)
-        # For the line that follows.
+        # The evaluation's line follows, and rank 0 writes it.
         share_metrics(self)
         return output
 

@@ -190,7 +190,7 @@ class Embeddings(Objective):
         for batch in batches:
             values += forward(batch, embed)
         own = torch.cat(values) if values else torch.empty(0, 0)
-        # Of each model replica one rank has them.
+        # One rank of each model replica has the embeddings.
         data_rank, device = self._training.strategy.topology.data_rank, self._training.args.device
         known = {rank: shape for rank, shape in gather_json([data_rank, list(own.shape)]) if shape[1]}
         counts = [known[rank][0] for rank in sorted(known)]
@@ -234,7 +234,7 @@ class Embeddings(Objective):
             return flat[texts.first]
         number = torch.full((flat.shape[0],), len(texts.last), device=flat.device)
         number[texts.documents] = torch.arange(len(texts.last), device=flat.device)
-        # What fills up goes to a last one, which is left out.
+        # Tokens that fill up a row count for a last text, which is left out.
         of_token = number[documents.of_token.flatten()]
         sums = flat.new_zeros(len(texts.last) + 1, flat.shape[1]).index_add(0, of_token, flat)
         return (sums / torch.bincount(of_token, minlength=len(sums)).clamp(min=1)[:, None])[:-1]
@@ -248,7 +248,7 @@ class Embeddings(Objective):
         if not self._reads_apart:
             states: torch.Tensor = model(input_ids=ids, position_ids=positions, use_cache=False)[0]
             return states.float().flatten(0, 1)
-        # What fills up is no text.
+        # Documents without a target only fill up a row.
         has_targets = documents.sum((documents.labels != IGNORED).float()) > 0
         texts = TextsApart.of(documents.is_first, has_targets[documents.of_token])
         inputs = texts.take_apart(ids, fill=self._padding)

@@ -135,7 +135,7 @@ class Episodes:
                 begin = time.monotonic()
                 self._speak(asked, draw(asked))
                 self._patience_seconds = max(_PATIENCE_SECONDS, time.monotonic() - begin)
-        # So that no thread is left.
+        # Ends the threads of the crew.
         self._setting.crew.rest()
 
     def _hear(self) -> tuple[list[Asked], bool]:

@@ -35,7 +35,8 @@ def hook_steps(model: nn.Module, whole: PreTrainedModel, zero: ZeroOptimizer) ->
         The steps of whole parameters; None: the optimizer needs none.
     """
     unused = _Unused(whole, zero)
-    # It looks at what DeepSpeed steps, before whole parameters stand there, and has the last word.
+    # Its hook before the step comes first, as it looks at the buffers of DeepSpeed, in whose place whole parameters
+    # are put then; its hook after the step comes last.
     zero.optimizer.register_step_pre_hook(unused.keep)
     wholes = _step_wholes(model, zero)
     zero.optimizer.register_step_post_hook(unused.put_back)

@@ -64,7 +64,7 @@ class PipelineFsdpEngine(ShardedEngine, PipelineEngine):
     def _for_forwards(self) -> Iterator[None]:
         self._begin_step()
         yield
-        # Of a block that has not run, too.
+        # A block that has not run is gathered as well.
         self._wait_for_gathered()
         self._reshard()
 

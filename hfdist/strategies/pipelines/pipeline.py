@@ -198,7 +198,7 @@ class PipelineEngine(Engine):
             return []
         with torch.no_grad():
             if self._pipeline is None:
-                # Before training.
+                # An evaluation before training.
                 self._pipeline = self._make_pipeline()
             self._train_mode(False)
             with self._for_forwards():

@@ -87,7 +87,7 @@ class CheckpointFolder:
         path = Path(str(asked))
         on_all_ranks(lambda: check_is_checkpoint(path), is_told=False)
         if not self._options.is_run:
-            # A run has verified what it gives.
+            # A run has verified its own checkpoint before.
             verify_together(path)
         return str(path)
 

@@ -319,7 +319,7 @@ class Checkpointer:
             try:
                 state = read_checkpoint(path, self.pieces(), partial(replicas.fetch, path), self._names)
             except (CheckpointError, OSError) as error:
-                # Else each start would fail like this one.
+                # Otherwise each start would fail like this one.
                 replicas.give_up(path)
                 what, hint = "a replica in memory cannot be read", "the same command starts from the disk"
                 raise CheckpointError(what, where=str(path), found=error, hint=hint) from error

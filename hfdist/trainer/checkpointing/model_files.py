@@ -127,7 +127,7 @@ def write_hub_files(model: Any, tokenizer: Any, folder: Path) -> None:
     if isinstance(model, PreTrainedModel) and model.can_generate():
         generation = copy.deepcopy(model.generation_config)
         if generation.use_cache is False:
-            # As above: it was made from the config.
+            # Made from the config, so its cache is off as well.
             generation.use_cache = True
         try:
             generation.save_pretrained(folder)

@@ -150,5 +150,5 @@ class Preemption(TrainerCallback):
         if not self._received:
             self._received, self._received_seconds = number, now
             if rank() == 0:
-                # At once: a step may take minutes. A logger may be in use where the signal comes.
+                # Said at once: a step may take minutes. Not by a logger, which the signal may have interrupted.
                 os.write(2, f"\n{signal.Signals(number).name}: saving once this step ends\n".encode())

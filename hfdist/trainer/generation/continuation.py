@@ -63,7 +63,7 @@ def continue_rows(
     Returns:
         The new tokens of each row, the one that ended it included, on all ranks of the model replica.
     """
-    # For its error.
+    # Called for its error alone.
     limits.room()
     score = choice.score if images is None else never(choice.score, images.tokens.ids.tolist())
     budgets = torch.full((len(prompts),), limits.max_new_tokens)

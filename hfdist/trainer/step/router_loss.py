@@ -113,13 +113,13 @@ class RouterLoss:
             yield
         finally:
             routers.is_watching = False
-            # Of blocks that were run again in the backward.
+            # Drop the routings of blocks that were run again in the backward.
             routers.take()
 
     def _count_beforehand(self, batches: list[Batch], hooks: TrainerHooks) -> None:
         self._is_counting = True
         if batches:
-            # It may set the generators that are preserved then.
+            # Before generators are preserved, which this may set.
             self._training.engine.begin(batches[0])
         with preserve_state(self._training.engine.model):
             for batch in batches:

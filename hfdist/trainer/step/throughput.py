@@ -141,7 +141,7 @@ class Throughput:
     def see_documents(self, positions: Iterable[torch.Tensor]) -> None:
         """Count the documents of batches, where MFU is known; their positions restart."""
         for places in positions if self._peak_flops is not None else ():
-            # Of images with positions of their own, those of the text come first.
+            # Images may have positions of their own: those of the text come first.
             of_text = places if places.ndim == 2 else places[0]
             # The square of a length is the sum of as many odd numbers. It waits on the device until it is read.
             self._squares = self._squares + (2 * of_text + 1).sum()

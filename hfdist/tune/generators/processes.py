@@ -92,7 +92,7 @@ class Processes:
             dead.append(self._name(index))
             own.codes.append(code)
             own.process = None
-            # What is refused once is refused again.
+            # A config that is refused once is refused again.
             if len(own.codes) <= MOST_RESTARTS and code != ConfigError.exit_code:
                 own.num_starts += 1
                 self._start(index)
