@@ -199,40 +199,50 @@ class _Timer:
         # Small random weights: those of a model that is not loaded yet may be anything.
         memo: dict[int, object] = {id(p): nn.Parameter(self._random_like(p)) for p in module.parameters()}
         copied = copy.deepcopy(module, memo).to(self._device)
-        run, kept = partial(self._run, partial(call, copied)), _KeptBytes(copied)
+        of_copy, kept = partial(call, copied), _KeptBytes(copied)
         # The first passes are not timed. Bytes are those of one pass: memory of one that is over is given out again.
         with kept if self._halves else nullcontext():
-            run(prepare(), splits=False)
+            self._time_whole(of_copy, prepare())
         if self._halves:
-            run(prepare(), splits=True)
-        whole, halved = [], []
+            self._time_halves(of_copy, prepare())
+        whole, halves = [], []
         for _ in range(_REPEATS):
-            whole.append(run(prepare(), splits=False))
+            whole.append(self._time_whole(of_copy, prepare()))
             if self._halves:
-                halved.append(run(prepare(), splits=True))
-        forward, _, backward = map(median, zip(*whole, strict=True))
-        _, input_half, weight_half = map(median, zip(*halved, strict=True)) if halved else (0.0, 0.0, 0.0)
+                halves.append(self._time_halves(of_copy, prepare()))
+        forward, backward = map(median, zip(*whole, strict=True))
+        input_half, weight_half = map(median, zip(*halves, strict=True)) if halves else (0.0, 0.0)
         return PartTime(forward, backward, input_half, weight_half, kept.num_bytes)
 
-    def _run(self, call: Callable[[Inputs], object], inputs: Inputs, *, splits: bool) -> tuple[float, float, float]:
-        """Give the seconds of a forward, of the first half of its backward, and of the rest or of all of it."""
+    def _time_whole(self, call: Callable[[Inputs], object], inputs: Inputs) -> tuple[float, float]:
+        """Give the seconds of a forward and of its backward."""
         start = self._now()
+        outputs, gradients = self._run_forward(call, inputs)
+        middle = self._now()
+        torch.autograd.backward(outputs, gradients)
+        return middle - start, self._now() - middle
+
+    def _time_halves(self, call: Callable[[Inputs], object], inputs: Inputs) -> tuple[float, float]:
+        """Give the seconds of the two halves of a backward: gradients of inputs, then those of weights."""
+        outputs, gradients = self._run_forward(call, inputs)
+        leaves = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+        start = self._now()
+        backward_weights = backward_inputs(outputs, gradients, leaves)
+        middle = self._now()
+        backward_weights()
+        return middle - start, self._now() - middle
+
+    def _run_forward(
+        self, call: Callable[[Inputs], object], inputs: Inputs
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Give the outputs that have a gradient, and a gradient of ones for each."""
         with (
             torch.enable_grad(),
             torch.autocast(self._device.type, self._autocast_type, enabled=self._autocast_type is not None),
         ):
             values = tree_leaves(call(inputs))
         outputs = [value for value in values if isinstance(value, torch.Tensor) and value.requires_grad]
-        gradients = [torch.ones_like(output) for output in outputs]
-        begin = middle = self._now()
-        if splits:
-            leaves = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
-            rest = backward_inputs(outputs, gradients, leaves)
-            middle = self._now()
-            rest()
-        else:
-            torch.autograd.backward(outputs, gradients)
-        return begin - start, middle - begin, self._now() - middle
+        return outputs, [torch.ones_like(output) for output in outputs]
 
     def _measure(
         self, block: nn.Module, args: tuple[object, ...], kwargs: Mapping[str, object]

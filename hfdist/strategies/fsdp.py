@@ -34,7 +34,7 @@ from hfdist.strategies.gradients.reduction import local_tensor
 from hfdist.strategies.held import have_room
 from hfdist.strategies.parameter_shards import TENSOR
 from hfdist.strategies.parts import ModelParts
-from hfdist.strategies.step_memory import MemoryUse, RankSizes, ShardFractions
+from hfdist.strategies.step_memory import Buffers, MemoryUse, RankSizes, ShardFractions
 from hfdist.strategies.traffic import Axes, Phase, Sent
 from hfdist.topology import Topology
 
@@ -98,10 +98,14 @@ class FsdpStrategy(Strategy):
         return use if sizes.layout.offload is Offload.none else replace(use, weights=0.0)
 
     @classmethod
-    def _buffers(cls, sizes: RankSizes) -> tuple[float, float, float]:
+    def _buffers(cls, sizes: RankSizes) -> Buffers:
         weight, gradient, largest, ends = sizes.weight_bytes, sizes.gradient_bytes, sizes.largest_block, sizes.ends
-        # One block that computes, the next one, and what is outside of blocks, whose gradients come last.
-        return (2 * largest + ends) * weight, largest * gradient, ends * (weight + 2 * gradient)
+        return Buffers(
+            # One block that computes, the next one, and what is outside of blocks, whose gradients come last.
+            gathered=(2 * largest + ends) * weight,
+            reduced=largest * gradient,
+            after_blocks=ends * (weight + 2 * gradient),
+        )
 
 
 class ShardedEngine(Engine):

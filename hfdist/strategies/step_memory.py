@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from hfdist.config.layout import Layout
 from hfdist.config.strategy import Offload
@@ -42,6 +43,26 @@ class MemoryUse:
         """All of them."""
         held = self.weights + self.gradients + self.optimizer + self.activations + self.buffers
         return held + self.runtime
+
+
+class Buffers(NamedTuple):
+    """Bytes of a layout's own buffers, by the time in a step at which they are there."""
+
+    gathered: float = 0.0
+    """Weights of other ranks, in forwards and backwards."""
+    reduced: float = 0.0
+    """Gradients on their way to their owners, in backwards."""
+    after_blocks: float = 0.0
+    """What is there once all blocks have run, at the optimizer's step."""
+
+
+class Copied(NamedTuple):
+    """Bytes that a layout reads and writes in a step, more than autograd and the optimizer do."""
+
+    backward: float
+    """In each backward."""
+    optimizer: float = 0.0
+    """In the optimizer's step."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)

@@ -22,7 +22,7 @@ from hfdist.strategies.engine import Batch, TrainerHooks
 from hfdist.strategies.fsdp import ShardedEngine
 from hfdist.strategies.fsdp_units import shard_by_blocks
 from hfdist.strategies.pipelines.pipeline import PipelineEngine, PipelineStrategy
-from hfdist.strategies.step_memory import RankSizes, ShardFractions
+from hfdist.strategies.step_memory import Buffers, RankSizes, ShardFractions
 from hfdist.strategies.traffic import Axes, Sent
 from hfdist.topology import Topology
 
@@ -117,5 +117,5 @@ class PipelineFsdpStrategy(PipelineStrategy):
         return axes.gather_shards()
 
     @classmethod
-    def _buffers(cls, sizes: RankSizes) -> tuple[float, float, float]:
-        return sizes.elements * sizes.weight_bytes, sizes.trained * sizes.gradient_bytes, 0.0
+    def _buffers(cls, sizes: RankSizes) -> Buffers:
+        return Buffers(gathered=sizes.elements * sizes.weight_bytes, reduced=sizes.trained * sizes.gradient_bytes)

@@ -30,7 +30,7 @@ from hfdist.strategies.deepspeed.estimates import reduce_to_owners, with_master_
 from hfdist.strategies.deepspeed.startup import start_deepspeed
 from hfdist.strategies.deepspeed.step_hooks import hook_steps
 from hfdist.strategies.pipelines.pipeline import PipelineEngine, PipelineStrategy
-from hfdist.strategies.step_memory import MemoryUse, RankSizes, ShardFractions
+from hfdist.strategies.step_memory import Buffers, MemoryUse, RankSizes, ShardFractions
 from hfdist.strategies.traffic import Axes, Sent, cut_elements
 from hfdist.topology import Topology
 
@@ -176,9 +176,10 @@ class PipelineZeroStrategy(PipelineStrategy):
         return with_master_weights(sizes).state()
 
     @classmethod
-    def _buffers(cls, sizes: RankSizes) -> tuple[float, float, float]:
+    def _buffers(cls, sizes: RankSizes) -> Buffers:
         # Gradients go through one bucket to the rank's own part.
-        return 0.0, 0.0, (bucket_elements(sizes.trained, sizes.ends) + sizes.stepped) * sizes.gradient_bytes
+        num_elements = bucket_elements(sizes.trained, sizes.ends) + sizes.stepped
+        return Buffers(after_blocks=num_elements * sizes.gradient_bytes)
 
 
 class _Step:
