@@ -35,7 +35,7 @@ class RankSummary:
         self._interval = 1 if self._is_small else -(-num_ranks // _RANKS_A_LINE)
         self._num_lines, self._num_steps = 0, 0
         self._figures = np.zeros((len(_COLUMNS), num_ranks))
-        """Of all steps since the ranks last stood in a line: sums of seconds, and the highest peaks."""
+        """Sums of seconds, and the highest peaks, of all steps since the ranks last stood in a line."""
 
     def line(self, step: int, num_steps: int, figures: NDArray[np.float64], *, with_ranks: bool = False) -> Line:
         """Make the line of a step.

@@ -81,7 +81,7 @@ class _Trial:
         self.keeps_apart = True
         """Whether models of the class keep packed documents apart."""
         self.positions: Positions = all_tokens
-        """Those of sequences that come without."""
+        """Gives the positions of sequences that come without any."""
 
     def find_problem(self) -> str | None:
         """Say why it does not train as in one process. A collective over the group."""

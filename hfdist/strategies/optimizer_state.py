@@ -18,7 +18,7 @@ from hfdist.optim.trial_step import is_plain_number, state_after_step, state_bef
 _LARGEST_SIDE = 96
 """Largest side of the sample that shows what is kept for a larger tensor."""
 _LARGEST_VECTOR = 8192
-"""The same of a tensor of one dimension."""
+"""Largest size of that sample where the tensor has one dimension."""
 
 _moving: WeakKeyDictionary[torch.optim.Optimizer, list[str]] = WeakKeyDictionary()
 """Options of the groups that change while an optimizer steps."""

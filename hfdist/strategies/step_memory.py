@@ -74,7 +74,7 @@ class RankSizes:
     elements: float
     """Elements of the parameters that a rank computes with."""
     trained: float
-    """Those of them that are not frozen."""
+    """Elements of these that are not frozen."""
     state_elements: float
     """Elements of the parameters that `fractions` are parts of: see `Strategy.counts_all_experts`."""
     state_trained: float
@@ -84,7 +84,7 @@ class RankSizes:
     trained_block: float
     """Elements of the whole model's largest block that are not frozen."""
     trained_end: float
-    """Likewise, of the larger end."""
+    """Elements of the larger end that are not frozen."""
     weight_bytes: float
     """Bytes of an element."""
     gradient_bytes: float

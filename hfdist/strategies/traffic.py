@@ -119,7 +119,7 @@ class StepSizes:
     chosen_experts: int = 0
     """Number of experts that are chosen for a token."""
     frozen: FrozenSizes | None = None
-    """Of another model that runs beside this one; None: there is none."""
+    """Sizes of another model that runs beside this one; None: there is none."""
     tensor: TensorSizes = field(default_factory=TensorSizes)
     """Sizes of the plan for `strategy.tensor` ranks."""
     weight_bytes: int = 4
@@ -254,20 +254,20 @@ class Axes:
         )
 
     def gather_parts(self) -> Iterator[Sent]:
-        """Of parameters that must be stepped whole, what tensor and expert ranks share: see `_exchange_parts`."""
+        """Give what steps of whole parameters send of the parts of tensor and expert ranks: see `_exchange_parts`."""
         topology, (divided, experts, _) = self.topology, self._stepped_whole()
         yield from self._exchange_parts("tensor", topology.tensor, 1, divided)
         yield from self._exchange_parts("expert", topology.expert, topology.tensor * topology.context, experts)
 
     def gather_shards(self) -> Iterator[Sent]:
-        """Of parameters that must be stepped whole, FSDP2's shards."""
+        """Give what steps of whole parameters send of FSDP2's shards."""
         topology, (divided, experts, others) = self.topology, self._stepped_whole()
         axis, ranks = self._sharded_axis, topology.shard * topology.context
         yield from self._exchange_parts(axis, ranks, topology.tensor, experts + others)
         yield from self._exchange_parts(f"{axis} x tensor", ranks * topology.tensor, 1, divided)
 
     def gather_runs(self, num_elements: float) -> Iterator[Sent]:
-        """Of parameters that must be stepped whole, so many elements of which ZeRO's ranks have parts, in float32."""
+        """Give what steps of whole parameters send of so many elements, of which ZeRO's ranks have parts in float32."""
         ranks = self.topology.data * self.topology.context
         yield from self._exchange_parts(DATA, ranks, self.topology.tensor, num_elements, item_bytes=4)
 

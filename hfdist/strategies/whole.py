@@ -76,7 +76,7 @@ class WholeSteps:
         self._wholes: dict[ShardedParameter, nn.Parameter] = {}
         """Whole parameters that this rank owns, without memory between steps."""
         self._regions: dict[ShardedParameter, Regions] = {}
-        """Of these alone: of all they would be parameters times ranks."""
+        """Regions of the owned parameters alone: those of all would be parameters times ranks."""
         for shard, of_ranks in regions.items():
             self._by_held[id(shard.held)].append(shard)
             if self._owners[shard] == shard.group.rank():

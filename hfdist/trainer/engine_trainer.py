@@ -38,8 +38,10 @@ from hfdist.strategies.engine import Batch, Engine, Forward, TrainerHooks
 from hfdist.trainer import trl_trainers
 from hfdist.trainer.evaluation.loop import Evaluator
 from hfdist.trainer.hooks import owner_of
+from hfdist.trainer.step.convention import Convention, num_input_tokens
+from hfdist.trainer.step.find_convention import find_convention
 from hfdist.trainer.step.forwards import evaluating
-from hfdist.trainer.step.loss import Convention, WeightedLoss, num_input_tokens, num_losses
+from hfdist.trainer.step.loss import WeightedLoss, num_losses
 from hfdist.trainer.step.router_loss import RouterLoss
 from hfdist.trainer.training import Training
 
@@ -94,7 +96,7 @@ class EngineTrainer(transformers.Trainer):
         found = self.weighted_loss.convention
         if found is None:
             with evaluating(self.training) if forward is None else nullcontext(forward) as run:
-                found = self.weighted_loss.convention = self.weighted_loss.find_convention(batch, run)
+                found = self.weighted_loss.convention = find_convention(self.weighted_loss, self.training, batch, run)
             # `compute_loss` returns this micro batch's share of the loss, whether or not the model itself divides.
             self.loss_is_scaled_for_ga = True
         return found

@@ -20,7 +20,7 @@ from hfdist.data.packing.sequence import IGNORED
 from hfdist.models.routers import COUNTED
 from hfdist.strategies.engine import Batch
 from hfdist.trainer.engine_trainer import EngineTrainer
-from hfdist.trainer.step.loss import Convention
+from hfdist.trainer.step.convention import Convention
 from hfdist.trainer.trl_trainers import is_sft
 
 _ROW = {"input_ids": 0, "labels": IGNORED, "position_ids": 0, COUNTED: False}
@@ -30,7 +30,7 @@ _CONVENTION = Convention(shifts=True, divides=True, is_of_tokens=True)
 
 
 class _SftTrainer(EngineTrainer):
-    """What this file reads and sets of an SFTTrainer: TRL need not be installed."""
+    """What this file reads and sets of an SFTTrainer: TRL need not be installed. test_trl_seams.py holds TRL to it."""
 
     aux_loss_enabled: bool
     _metrics: dict[str, dict[str, list[float]]]

@@ -63,7 +63,7 @@ class Places(NamedTuple):
     first: torch.Tensor
     """Place of the first token among those of all rows."""
     last: torch.Tensor
-    """That of the last token."""
+    """Place of the last token."""
 
     @classmethod
     def of(cls, batch: Batch) -> Places:

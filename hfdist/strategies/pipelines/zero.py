@@ -188,7 +188,7 @@ class _Step:
     def __init__(self, model: nn.Module, zero: ZeroOptimizer) -> None:
         self.param_groups = [{"params": list(model.parameters())}]
         self.norm = torch.full((), torch.inf)
-        """Of the gradients; infinite where the step was left out."""
+        """Norm of the gradients; infinite where the step was left out."""
         self._zero = zero
 
     def step(self) -> None:

@@ -91,7 +91,7 @@ class SequenceParallel:
     def __init__(self, model: PreTrainedModel, group: dist.ProcessGroup, regions: list[str]) -> None:
         self.group, self._regions = group, frozenset(regions)
         self._num_tokens = 0
-        """Of the sequences that the running block has a part of."""
+        """Tokens of the whole sequences of which the running block has a part."""
         self.is_gathered = False
         """Whether whole sequences are computed: in a tensor region, up to its sum over the ranks."""
         self._is_repeated = False
