@@ -109,7 +109,7 @@ class FsdpStrategy(Strategy):
 
 
 class ShardedEngine(Engine):
-    """An engine of which each rank has rows of each parameter, as DTensors. Derived classes call `_use`."""
+    """An engine of which each rank has rows of each parameter, as DTensors. Derived classes call `_take_root`."""
 
     reduces_gradients = True
     optimizer_sees = Reach.parameter
@@ -117,7 +117,7 @@ class ShardedEngine(Engine):
     # FSDP2 has sharded what is whole on the ranks of an expert group.
     axes_of_parts = (TENSOR,)
 
-    def _use(self, root: nn.Module, mesh: DeviceMesh, frees_after_forward: bool, unused: frozenset[str]) -> None:
+    def _take_root(self, root: nn.Module, mesh: DeviceMesh, frees_after_forward: bool, unused: frozenset[str]) -> None:
         """Take the module that FSDP knows as its root; the blocks in it are freed after their forwards, or are not.
 
         `unused` is what `shard_by_blocks` gave.
@@ -263,7 +263,7 @@ class FsdpEngine(ShardedEngine):
         unused: frozenset[str],
     ) -> None:
         super().__init__(model, context, parts)
-        self._use(model, mesh, frees_after_forward, unused)
+        self._take_root(model, mesh, frees_after_forward, unused)
         # Hooks run in order: this one after FSDP's own.
         model.register_forward_hook(self._after_forward)
 

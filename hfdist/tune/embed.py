@@ -213,14 +213,15 @@ class Embeddings(Objective):
         own = [kind for one in found for kind in one.kinds.tolist()]
         own_digests = list(chain.from_iterable(map(_digests, batches, found))) if is_masking else []
         own_scores = list(chain.from_iterable(map(_scores, batches, found))) if self._has_scores else []
-        known = {rank: lists for rank, *lists in gather_json([data_rank, own, own_digests, own_scores])}
-        kinds, digests, scores = (list(chain.from_iterable(known[rank][n] for rank in sorted(known))) for n in range(3))
-        numbers = {digest: number for number, digest in enumerate(dict.fromkeys(digests))}
+        by_rank = {rank: lists for rank, *lists in gather_json([data_rank, own, own_digests, own_scores])}
+        in_order = zip(*(by_rank[rank] for rank in sorted(by_rank)), strict=True)
+        kinds, digests, scores = (list(chain.from_iterable(of_ranks)) for of_ranks in in_order)
+        number_of = {digest: number for number, digest in enumerate(dict.fromkeys(digests))}
         tensor = partial(torch.tensor, dtype=torch.long, device=self._training.args.device)
         return Texts(
             embeddings,
             tensor(kinds),
-            tensor([numbers[one] for one in digests]) if is_masking else None,
+            tensor([number_of[digest] for digest in digests]) if is_masking else None,
             torch.tensor(scores, device=embeddings.device) if self._has_scores else None,
         )
 

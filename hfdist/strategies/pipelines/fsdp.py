@@ -44,7 +44,7 @@ class PipelineFsdpEngine(ShardedEngine, PipelineEngine):
     def _shard_stages(self, mesh: DeviceMesh) -> None:
         self._step, config = _Step(self.model), self._strategy.config
         unused = shard_by_blocks(self.model, self._step, mesh, config, self._parts)
-        self._use(self._step, mesh, config.frees_after_forward, unused)
+        self._take_root(self._step, mesh, config.frees_after_forward, unused)
 
     def _make_pipeline(self) -> Pipeline:
         self._begin_step()

@@ -107,7 +107,7 @@ class PipelineEngine(Engine):
                 hint="neftune_noise_alpha=null, or a strategy without a pipeline",
             )
         self._pipeline = self._make_pipeline()
-        self._keep(optimizer, scaler)
+        self._keep_optimizer(optimizer, scaler)
         # The stages of one model must not draw the same dropout masks.
         torch.manual_seed(torch.initial_seed() + self._strategy.topology.pipeline_rank)
         if scaler is not None:
