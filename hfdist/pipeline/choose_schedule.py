@@ -98,7 +98,7 @@ def choose_schedule(
         memory = partial(_most_held, schedule, ranks, held, [part.kept_bytes for part in parts])
         seconds, most_bytes = (_of_step(figure, num_ranks, num_microbatches) for figure in (step, memory))
         found.append(Choice(schedule, per_rank, stages, seconds, most_bytes))
-    # It holds the lists of all schedules that were simulated.
+    # The cache holds the lists of all schedules that were simulated.
     computations.cache_clear()
     most = max(_USABLE * usable_bytes, min(choice.most_bytes for choice in found))
     best = _shortest([choice for choice in found if choice.most_bytes <= most])

@@ -62,7 +62,7 @@ class Strategy(Partitioning):
         self.config = config
         for axis in MODEL_AXES:
             if (degree := getattr(topology, axis)) > 1 and axis not in self.used_axes:
-                # Its ranks would train, each alone, on wrong numbers.
+                # Ranks of such an axis would train alone, on wrong numbers.
                 what, hint = f"{type(self).__name__} does not use this axis", f"strategy.{axis}=1"
                 raise ConfigError(what, where=f"strategy.{axis}", found=degree, allowed="1", hint=hint)
         self._partitioned: nn.Module | None = None
@@ -174,7 +174,7 @@ class Strategy(Partitioning):
         topology = self.topology
         self._partitioned, self._plans, self.whole = model, [], list_shapes(model)
         if topology.tensor * topology.expert > 1:
-            # It takes time that other layouts save.
+            # Imported here: other layouts save the time.
             from hfdist.strategies.parallel_plans import make_plans
 
             whole = cast(PreTrainedModel, model)
@@ -196,7 +196,7 @@ class Strategy(Partitioning):
         context = self._shard_sequences(model)
         make_compressor = None
         if self.config.compression is not Compression.none:
-            # It takes time that other layouts save.
+            # Imported here: other layouts save the time.
             from hfdist.strategies.gradients.compression import GradientCompressor
 
             make_compressor = partial(GradientCompressor, topology=self.topology, config=self.config)
@@ -207,7 +207,7 @@ class Strategy(Partitioning):
     def _shard_sequences(self, model: nn.Module) -> ContextParallel | None:
         if self.topology.context == 1:
             return None
-        # It takes time that other layouts save.
+        # Imported here: other layouts save the time.
         from hfdist.strategies.context_check import make_context_parallel
 
         topology, group = self.topology, self.mesh.get_group("context")
@@ -217,7 +217,7 @@ class Strategy(Partitioning):
         """Leave in the model, in place, what this rank holds before FSDP2 shards it."""
         if not self._plans:
             return None
-        # It takes time that other layouts save.
+        # Imported here: other layouts save the time.
         from hfdist.strategies.parallel_plans import shard_parameters
 
         self._num_elements = sum(parameter.numel() for parameter in model.parameters())

@@ -41,7 +41,7 @@ from hfdist.models.positions import Positions, padding_id
 from hfdist.models.routers import COUNTED
 from hfdist.strategies.self_check import POSITIONS
 
-# Its name before torch 2.13 is the second one.
+# The second name is that before torch 2.13.
 _GATHERS = ("all_gather_single_autograd", "all_gather_tensor_autograd")
 _all_gather: Callable[..., torch.Tensor] = next(
     getattr(_collectives, name) for name in _GATHERS if hasattr(_collectives, name)
@@ -152,7 +152,7 @@ class ContextParallel:
         positions = self._positions(ids, mask, self._padding_id) if given is None else given.expand_as(ids)
         starts = torch.zeros_like(ids).bool()
         if given is not None and self._keeps_apart and mask is None:
-            # As transformers finds documents.
+            # transformers finds documents in the same way.
             starts = positions.diff(dim=-1, prepend=positions[:, :1] - 1) != 1
         # Padding is a document of its own after all others; of ordinary tokens, as gemma3n divides by embeddings.
         num_added = -num_tokens % (2 * self._size)

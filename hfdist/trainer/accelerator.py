@@ -39,7 +39,7 @@ def adapt_accelerator(accelerator: Accelerator, topology: Topology, uses_all_par
         accelerator.scaler = SyncedLossScaler(accelerator.device.type)
     accelerator.prepare_optimizer = partial(prepare_optimizer, accelerator)
     if topology.data < accelerator.num_processes:
-        # It shares batches out to all processes, but ranks of one model replica must read the same.
+        # accelerate shares batches out to all processes, but ranks of one model replica must read the same.
         accelerator.prepare_data_loader = partial(
             prepare_for_data_ranks, accelerator, num_ranks=topology.data, rank=topology.data_rank
         )

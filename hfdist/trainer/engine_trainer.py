@@ -134,7 +134,7 @@ class EngineTrainer(transformers.Trainer):
         if "training_step" not in self._steps_run:
             self._steps_run.add("training_step")
             self._check_trained()
-        # Those without a schedule want to be told, whatever a callback has told them.
+        # Schedule-free optimizers must be told, whatever a callback has told them.
         cast(AcceleratedOptimizer, self.optimizer).train()
         hooks = self.hooks(model)
         with self.router_loss.training(hooks):

@@ -46,7 +46,7 @@ def fit_sft(trainer: EngineTrainer) -> None:
     """Let an SFTTrainer that was just made train with its engine; do nothing to any other Trainer."""
     if not _is_sft(trainer) or trainer.engine is None:
         return
-    # It divides by the targets of the global batch, whatever the model's forward takes: count them.
+    # The loss divides by the targets of the global batch, whatever the model's forward takes: count them.
     trainer.model_accepts_loss_kwargs = True
     trainer.weighted_loss.convention = _CONVENTION
     # TRL would add the loss over routers of each micro batch.

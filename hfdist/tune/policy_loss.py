@@ -202,7 +202,7 @@ POLICY_LOSSES = {
     TaskLoss.rloo: PolicyLoss(
         baseline=less_others, scale=Scale.none, level=of_answers, mean=Mean.answers, takes_kl_off=True
     ),
-    # Its advantages are those of gae.py, which compares an answer with no other.
+    # Advantages of PPO are those of gae.py, which compares an answer with no other.
     TaskLoss.ppo: PolicyLoss(takes_kl_off=True),
 }
 """Each by `task.loss`; docs/reinforcement.md has the papers."""

@@ -35,8 +35,8 @@ def hook_steps(model: nn.Module, whole: PreTrainedModel, zero: ZeroOptimizer) ->
         The steps of whole parameters; None: the optimizer needs none.
     """
     unused = _UnusedParameters(whole, zero)
-    # Its hook before the step comes first, as it looks at the buffers of DeepSpeed, in whose place whole parameters
-    # are put then; its hook after the step comes last.
+    # Hooks run in order. `keep` comes first: it looks at DeepSpeed's buffers, in whose place whole parameters are put
+    # then. `put_back` comes last.
     zero.optimizer.register_step_pre_hook(unused.keep)
     wholes = _step_wholes(model, zero)
     zero.optimizer.register_step_post_hook(unused.put_back)

@@ -49,7 +49,7 @@ class PipelineFsdpEngine(ShardedEngine, PipelineEngine):
     def _make_pipeline(self) -> Pipeline:
         self._begin_step()
         self._wait_for_gathered()
-        # Its stages share what is gathered: the same tensors each time, with memory for a step.
+        # Stages are made of gathered parameters: these are the same tensors in each step, with memory for it alone.
         pipeline = super()._make_pipeline()
         self._reshard()
         return pipeline
@@ -72,7 +72,7 @@ class PipelineFsdpEngine(ShardedEngine, PipelineEngine):
         """Begin to gather all units; the backward of what it gives ends the step."""
         end: torch.Tensor = self._step(torch.zeros((), device=self._device, requires_grad=True))
         for unit in self._units:
-            # Its first forward waits for it.
+            # The first forward of the unit waits for this.
             unit.unshard(async_op=True)
         return end
 

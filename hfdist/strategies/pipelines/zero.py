@@ -6,7 +6,7 @@ Weights stay in float32, as without ZeRO, and half precision is autocast's: the 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, cast
 
@@ -21,7 +21,7 @@ from hfdist.config.batch import BatchPlan
 from hfdist.config.checks.deepspeed import AUTO, PLACE
 from hfdist.config.plain_values import flatten
 from hfdist.config.strategy import StrategyConfig
-from hfdist.config.train import TrainConfig
+from hfdist.config.train import Precision, TrainConfig
 from hfdist.errors import PartitionError
 from hfdist.strategies.deepspeed import pieces_zero
 from hfdist.strategies.deepspeed.buckets import bucket_elements, fit_buckets
@@ -138,25 +138,18 @@ class PipelineZeroStrategy(PipelineStrategy):
         self.deepspeed_config = generate(strategy, train, batch, device_type)
         for precision in ("bf16", "fp16"):
             self.deepspeed_config[precision]["enabled"] = False
-        # It counts each rank that shares sequences as one with sequences of its own.
+        # DeepSpeed counts each rank that shares sequences as one with sequences of its own.
         self.deepspeed_config["train_batch_size"] *= topology.context
         # Gradients are reduced once, after the schedule: DeepSpeed must not hook into each backward.
         self.deepspeed_config["zero_optimization"]["overlap_comm"] = False
-        of_precision = f"{train.precision.value}."
-        self._left_out = [
-            key
-            for key, value in flatten(strategy.deepspeed, "")
-            if value != AUTO and key != f"{of_precision}enabled"
-            if key.startswith(of_precision) or (key == "zero_optimization.overlap_comm" and value)
-        ]
-        """Keys that the user has set, and that DeepSpeed does not follow here."""
+        self._left_out = _keys_left_out(strategy.deepspeed, train.precision)
 
     def agreed_arguments(self) -> dict[str, object]:
         """What DeepSpeed's config has taken over; half precision is autocast's."""
         return {"max_grad_norm": self.train.max_grad_norm}
 
     def start(self) -> None:
-        """Let DeepSpeed take over the process group."""
+        """Let DeepSpeed take over the process group, and name the user's keys that it does not follow here."""
         if self._left_out:
             logger.warning(
                 "%s: left out. A pipeline reduces gradients once, after its schedule, and half precision is torch's",
@@ -180,6 +173,17 @@ class PipelineZeroStrategy(PipelineStrategy):
         # Gradients go through one bucket to the rank's own part.
         num_elements = bucket_elements(sizes.trained, sizes.ends) + sizes.stepped
         return Buffers(after_blocks=num_elements * sizes.gradient_bytes)
+
+
+def _keys_left_out(given: Mapping[str, object], precision: Precision) -> list[str]:
+    """List keys of a user's DeepSpeed config that a pipeline does not follow, in this precision."""
+    of_precision = f"{precision.value}."
+    return [
+        key
+        for key, value in flatten(given, "")
+        if value != AUTO and key != f"{of_precision}enabled"
+        if key.startswith(of_precision) or (key == "zero_optimization.overlap_comm" and value)
+    ]
 
 
 class _Step:

@@ -65,7 +65,7 @@ class CheckpointFolder:
         try:
             return find_newest(self.path)
         except CheckpointError as error:
-            # It is asked for after another error, which the run raises if there is no way back.
+            # A way back is asked for after an error, which the run raises if there is none.
             if rank() == 0:
                 logger.warning("%s", error)
             return None

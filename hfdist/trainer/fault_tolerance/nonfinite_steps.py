@@ -168,7 +168,7 @@ class NonfiniteGuard:
         return is_too_many and self._roll_back(step, partial(too_many_skipped, training, self._counter))
 
     def _tell_watches(self) -> None:
-        # They have seen the end of the step before.
+        # Watches have seen the end of the step before.
         for watch in watches_among(self._training.callbacks):
             watch.look_ahead(self._training.control)
 

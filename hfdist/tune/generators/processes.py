@@ -119,6 +119,6 @@ def _last_said(log: Path) -> str:
     with log.open("rb") as file:
         file.seek(max(0, file.seek(0, os.SEEK_END) - _LAST_BYTES))
         lines = file.read().decode(errors="replace").splitlines()
-    # Its parts are indented; so are those of a traceback, before the error.
+    # Parts of a message are indented; so is a traceback before its error.
     starts = [place for place, line in enumerate(lines) if line[:1].strip()]
     return "".join(f"; {printable(line.strip())}" for line in lines[starts[-1] :]) if starts else ""
