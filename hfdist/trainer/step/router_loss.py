@@ -31,6 +31,7 @@ class _Counts:
     here: torch.Tensor
     """Counted on this rank, and not told the others."""
     by_all: torch.Tensor
+    """Counted by all ranks, in the steps whose loss needs it."""
     num_steps: int
     loss_sum: torch.Tensor
     """Sum of the steps' losses, before they are multiplied by the coefficient."""

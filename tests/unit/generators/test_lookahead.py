@@ -8,6 +8,7 @@ from hfdist.data import TokenStream
 from hfdist.tune.generators.generators import Generators
 from hfdist.tune.generators.host import Host
 from hfdist.tune.generators.lookahead import Lookahead
+from hfdist.tune.generators.sockets import connect
 from tests.unit.data.corpora import tokenizer
 from tests.unit.data.streams import memory_config, memory_corpus
 
@@ -77,3 +78,11 @@ def test_figures_are_of_the_time_since_the_last_ones():
         figures = host.figures()
         assert figures["answers_thrown_away"] == more
         assert figures["generator_tokens_per_second"] > 0
+
+
+def test_the_end_of_a_training_closes_the_link(tmp_path):
+    generators, state = Generators.__new__(Generators), SimpleNamespace(global_step=1, max_steps=1)
+    generators._host, generators._link = None, (link := connect(tmp_path, "rank-0"))
+    generators.on_train_end(None, state, None)
+    assert link.closed
+    assert generators._link is None
