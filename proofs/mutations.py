@@ -112,7 +112,7 @@ MUTATIONS = [
     ),
     Mutation(
         "ranks of a pipeline may be given different batches",
-        "    if largest != -smallest:\n",
+        "    if largest != -negated_smallest:\n",
         "    if False:\n",
         f"{DISTRIBUTED}/test_pipeline_trainer.py::test_what_would_train_wrongly_is_refused",
     ),
@@ -236,8 +236,8 @@ MUTATIONS = [
     ),
     Mutation(
         "a class's own loss is passed by",
-        "partial(super().compute_loss, model, **asked)",
-        "partial(transformers.Trainer.compute_loss, self, model, **asked)",
+        "partial(super().compute_loss, model, **keywords)",
+        "partial(transformers.Trainer.compute_loss, self, model, **keywords)",
         f"{DISTRIBUTED}/test_step_bits.py::test_one_process_gives_the_same_bits",
     ),
     Mutation(

@@ -103,7 +103,6 @@ SEAMS = {
     "_strip_protocol": "fsspec.AbstractFileSystem",
     "_timeout": "torch.distributed.ProcessGroupGloo._Options",
     "_total_loss_scalar": "transformers.Trainer",
-    "_total_train_tokens": "trl.SFTTrainer",
     "_tr_loss": "transformers.Trainer",
     "_trackio": "transformers.integrations.integration_utils.TrackioCallback",
     "_trial": "transformers.Trainer",

@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import functional
 from transformers import PreTrainedModel
 
+from hfdist.collectives import gather_json
 from hfdist.config.model import Quantization
 from hfdist.errors import ConfigError
 from hfdist.models.packed_experts import find_stacks, list_packed, make_levels, pack_experts
@@ -85,18 +86,21 @@ def quantize_frozen(model: PreTrainedModel, quantization: Quantization, layout: 
     Args:
         model: a model that `layout` has partitioned.
         quantization: the type.
-        layout: how the model is partitioned. All ranks call this where that is in the constructor.
+        layout: how the model is partitioned.
+
+    A collective.
 
     Raises:
-        ConfigError: the model has none.
+        ConfigError: no rank has any; on all ranks alike.
     """
     sizes = [*_quantize_layers(model, quantization, layout), *_quantize_experts(model, quantization, layout)]
-    if not sizes:
+    # A stage of a pipeline may have none, and then the others do not wait for it.
+    if not any(gather_json(bool(sizes))):
         what = "the model has no frozen linear layer of torch.nn.Linear, and no stack of experts, to quantize"
         found = f"{quantization.value}, with {type(model).__name__}"
         raise ConfigError(what, where="adapter.quantization", found=found, hint="adapter=lora")
     _copy_from_files(model)
-    before, after = map(sum, zip(*sizes, strict=True))
+    before, after = (sum(size[place] for size in sizes) for place in range(2))
     logger.info("adapter.quantization: frozen weights take %.1f MB in place of %.1f", after / 1e6, before / 1e6)
     _tell_what_is_left(model)
 
@@ -180,7 +184,7 @@ def _tell_what_is_left(model: PreTrainedModel) -> None:
             left[re.sub(r"\.\d+(?=\.|$)", ".*", name)] += math.prod(whole_shape(parameter))
     whole = left.total() + sum(math.prod(shape) for shape in packed.values())
     largest = ", ".join(f"{name} ({size / whole:.0%})" for name, size in left.most_common(3))
-    share = left.total() / whole
+    share = left.total() / max(whole, 1)
     logger.log(
         logging.WARNING if share > 0.5 else logging.INFO,
         "adapter.quantization: %.0f %% of the frozen weights stay as they are, since only linear layers, and experts"

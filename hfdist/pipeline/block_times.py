@@ -21,7 +21,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves, tree_map_only
 from transformers import PreTrainedModel
 
-from hfdist.collectives import gather_json
+from hfdist.collectives import on_all_ranks
 from hfdist.config.train import Precision
 from hfdist.errors import ConfigError, named_line
 from hfdist.models.embeddings import input_embeddings
@@ -39,16 +39,6 @@ _GRAIN = 100
 
 Inputs = TypeVar("Inputs")
 """What a part is called with."""
-
-
-class _PassSeconds(NamedTuple):
-    """Seconds of one forward and of the two parts of its backward."""
-
-    forward: float
-    first_half: float
-    """The half that gives the gradients of inputs; 0 where the backward is not split."""
-    rest: float
-    """The half that gives the gradients of parameters, or the whole backward where it is not split."""
 
 
 class PartTime(NamedTuple):
@@ -109,6 +99,8 @@ def time_blocks(
     try:
         with torch.no_grad(), preserve_state(model):
             copy_structure(model, blocks, timer.call)(input_ids=tokens)
+    except torch.OutOfMemoryError:
+        raise
     except Exception as error:
         raise ConfigError(
             "the model's blocks cannot be timed one by one: they need what other blocks have left",
@@ -123,15 +115,15 @@ def time_blocks(
     def loss(copied: nn.Module, inputs: torch.Tensor) -> torch.Tensor:
         return nn.functional.cross_entropy(copied(inputs).float().flatten(0, -2), ids.flatten())
 
-    # Embedding and head are timed with random weights, too, which take random numbers.
+    # Weights of their copies are drawn, too.
     with preserve_state(model):
         prologue = (
             PartTime() if embedding is None else timer.time(embedding, lambda: None, lambda copied, _: copied(ids))
         )
         epilogue = PartTime() if head is None else timer.time(head, lambda: hidden, loss)
-    # What reads images cannot be timed yet, as there are none: it counts as blocks of as many parameters would.
+    # There are no images yet: what reads them counts as blocks with as many parameters.
     share = num_image_parameters(model) / sum(costs_by_parameters(model, blocks).blocks)
-    of_images = PartTime(*(share * figure for figure in _total(timer.times)))
+    of_images = PartTime(*(share * leg for leg in _total(timer.times)))
     return BlockTimes(tuple(timer.times), _total([prologue, of_images]), epilogue)
 
 
@@ -149,17 +141,24 @@ def time_blocks_of_run(
     """
     device = torch.device("cuda", torch.cuda.current_device()) if torch.cuda.is_available() else torch.device("cpu")
     autocast_type = {Precision.bf16: torch.bfloat16, Precision.fp16: torch.float16}.get(precision)
-    own = time_blocks(model, blocks, torch.zeros(shape, dtype=torch.int64), device, autocast_type, halves=halves)
-    logger.info(
-        "measured: blocks %s s, embedding %.3g s, head and loss %.3g s",
-        tuple(part.seconds for part in own.blocks),
-        own.prologue.seconds,
-        own.epilogue.seconds,
-    )
-    parts_of_ranks = gather_json([*own.blocks, own.prologue, own.epilogue])
-    means = [_mean([PartTime(*of_rank) for of_rank in of_ranks]) for of_ranks in zip(*parts_of_ranks, strict=True)]
+
+    def measure() -> list[PartTime]:
+        tokens = torch.zeros(shape, dtype=torch.int64)
+        own = time_blocks(model, blocks, tokens, device, autocast_type, halves=halves)
+        logger.info(
+            "measured: blocks %s s, embedding %.3g s, head and loss %.3g s",
+            tuple(part.seconds for part in own.blocks),
+            own.prologue.seconds,
+            own.epilogue.seconds,
+        )
+        return [*own.blocks, own.prologue, own.epilogue]
+
+    # One rank alone may be out of memory.
+    every = on_all_ranks(measure)
+    means = [PartTime(*map(fmean, zip(*of_part, strict=True))) for of_part in zip(*every, strict=True)]
     grain = fmean(part.seconds for part in means[: len(blocks)]) / _GRAIN
-    *of_blocks, prologue, epilogue = [_round_seconds(part, grain) for part in means]
+    means = [PartTime(*[*(round(leg / grain) * grain for leg in part[:-1]), part.kept_bytes]) for part in means]
+    *of_blocks, prologue, epilogue = means
     return BlockTimes(tuple(of_blocks), prologue, epilogue)
 
 
@@ -200,46 +199,50 @@ class _Timer:
         # Small random weights: those of a model that is not loaded yet may be anything.
         memo: dict[int, object] = {id(p): nn.Parameter(self._random_like(p)) for p in module.parameters()}
         copied = copy.deepcopy(module, memo).to(self._device)
-        run, kept = partial(self._run, partial(call, copied)), _KeptBytes(copied)
+        of_copy, kept = partial(call, copied), _KeptBytes(copied)
         # The first passes are not timed. Bytes are those of one pass: memory of one that is over is given out again.
         with kept if self._halves else nullcontext():
-            run(prepare(), splits=False)
+            self._time_whole(of_copy, prepare())
         if self._halves:
-            run(prepare(), splits=True)
-        whole: list[_PassSeconds] = []
-        halved: list[_PassSeconds] = []
-        # In turns: what else the machine does meets both alike.
+            self._time_halves(of_copy, prepare())
+        whole, halves = [], []
         for _ in range(_REPEATS):
-            whole.append(run(prepare(), splits=False))
+            whole.append(self._time_whole(of_copy, prepare()))
             if self._halves:
-                halved.append(run(prepare(), splits=True))
-        return PartTime(
-            forward=median(seconds.forward for seconds in whole),
-            backward=median(seconds.rest for seconds in whole),
-            input_half=median(seconds.first_half for seconds in halved) if halved else 0.0,
-            weight_half=median(seconds.rest for seconds in halved) if halved else 0.0,
-            kept_bytes=kept.num_bytes,
-        )
+                halves.append(self._time_halves(of_copy, prepare()))
+        forward, backward = map(median, zip(*whole, strict=True))
+        input_half, weight_half = map(median, zip(*halves, strict=True)) if halves else (0.0, 0.0)
+        return PartTime(forward, backward, input_half, weight_half, kept.num_bytes)
 
-    def _run(self, call: Callable[[Inputs], object], inputs: Inputs, *, splits: bool) -> _PassSeconds:
-        """Time a forward and its backward, whole or in two halves."""
+    def _time_whole(self, call: Callable[[Inputs], object], inputs: Inputs) -> tuple[float, float]:
+        """Give the seconds of a forward and of its backward."""
         start = self._now()
+        outputs, gradients = self._run_forward(call, inputs)
+        middle = self._now()
+        torch.autograd.backward(outputs, gradients)
+        return middle - start, self._now() - middle
+
+    def _time_halves(self, call: Callable[[Inputs], object], inputs: Inputs) -> tuple[float, float]:
+        """Give the seconds of the two halves of a backward: gradients of inputs, then those of weights."""
+        outputs, gradients = self._run_forward(call, inputs)
+        leaves = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+        start = self._now()
+        backward_weights = backward_inputs(outputs, gradients, leaves)
+        middle = self._now()
+        backward_weights()
+        return middle - start, self._now() - middle
+
+    def _run_forward(
+        self, call: Callable[[Inputs], object], inputs: Inputs
+    ) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Give the outputs that have a gradient, and a gradient of ones for each."""
         with (
             torch.enable_grad(),
             torch.autocast(self._device.type, self._autocast_type, enabled=self._autocast_type is not None),
         ):
             values = tree_leaves(call(inputs))
         outputs = [value for value in values if isinstance(value, torch.Tensor) and value.requires_grad]
-        gradients = [torch.ones_like(output) for output in outputs]
-        begin = middle = self._now()
-        if splits:
-            leaves = [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
-            rest = backward_inputs(outputs, gradients, leaves)
-            middle = self._now()
-            rest()
-        else:
-            torch.autograd.backward(outputs, gradients)
-        return _PassSeconds(begin - start, middle - begin, self._now() - middle)
+        return outputs, [torch.ones_like(output) for output in outputs]
 
     def _measure(
         self, block: nn.Module, args: tuple[object, ...], kwargs: Mapping[str, object]
@@ -292,13 +295,3 @@ class _KeptBytes(saved_tensors_hooks):
 
 def _total(parts: Sequence[PartTime]) -> PartTime:
     return PartTime(*map(sum, zip(*parts, strict=True)))
-
-
-def _mean(parts: Sequence[PartTime]) -> PartTime:
-    return PartTime(*map(fmean, zip(*parts, strict=True)))
-
-
-def _round_seconds(part: PartTime, grain: float) -> PartTime:
-    """Round the seconds of a part to multiples of `grain`; its bytes are exact."""
-    seconds = part._replace(kept_bytes=0.0)
-    return PartTime(*(round(value / grain) * grain for value in seconds))._replace(kept_bytes=part.kept_bytes)

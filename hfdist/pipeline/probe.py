@@ -55,7 +55,7 @@ def probe(split: SplitModel, carry: Carry, batch: dict[str, torch.Tensor], chann
                 reached = _leaves(outgoing)
                 around = split.surrounding()
                 needed |= {name for name, parameter in around.items() if id(parameter) in reached}
-                # A loss calls it, and not the model.
+                # The loss calls a head of values, and not the model.
                 needed |= set(filter(is_of_value_head, around)) if module.is_last else set()
             if outgoing is not None and module.is_last and not is_planned():
                 checksum = sum(float(tensor.detach().double().sum()) for tensor in _outputs_of(outgoing))

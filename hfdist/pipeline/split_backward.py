@@ -132,7 +132,7 @@ def _explore(roots: list[Node], ends: Collection[Node]) -> _Paths:
             hanging[node] = own = set()
             children = [child for child, _ in node.next_functions if child is not None]
             if children:
-                # It comes again when all its children are known.
+                # The node comes again when all its children are known.
                 todo.append((node, children))
                 todo += [(child, None) for child in children if child not in hanging]
             elif node in ends:

@@ -141,7 +141,7 @@ class Stage:
             return self.backward(microbatch, output_gradients)
         graph = self._graphs.pop(microbatch)
         if self.is_first:
-            # It receives nothing, so all its backward can wait.
+            # The first stage sends no gradients back, so all its backward can wait.
             self._weight_backwards[microbatch] = partial(graph.backward, output_gradients)
             return ()
         with self._span(Action.backward_input, microbatch=microbatch):

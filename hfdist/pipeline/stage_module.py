@@ -115,7 +115,7 @@ class StageModule(nn.Module):
 
     def _keep_features(self, names: Collection[str], features: Features) -> None:
         assert self._stage_forward is not None
-        # Of the others a later stage needs to know the shapes.
+        # A later stage needs the shapes alone of the others.
         self._stage_forward.features = {
             name: keep_first(value, None if name in names else 0) for name, value in features.items()
         }

@@ -41,7 +41,7 @@ from hfdist.tune.acting import check_turns
 from hfdist.tune.choose import check_special_tokens, make_objective
 from hfdist.tune.fit_model import check_fits, fit_model
 from hfdist.tune.student_answers import check_prompts
-from hfdist.tune.teacher import check_teacher
+from hfdist.tune.teacher_check import check_teacher
 
 _LONGEST_WAIT = timedelta(days=7)
 """The longest time that ranks with nothing left to do wait; a rank that dies ends the wait: its connection breaks."""

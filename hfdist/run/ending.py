@@ -12,7 +12,7 @@ from hfdist.data import PoolReport
 from hfdist.records import RunRecord
 
 
-class Graded(NamedTuple):
+class PlannedAndMeasured(NamedTuple):
     """A figure of the plan beside what was measured."""
 
     planned: float
@@ -70,7 +70,7 @@ class Ending:
     """How many documents were cut or left out, in words."""
     peak_bytes: Sequence[Mapping[str, float]] = ()
     """The most memory that each rank has used, by kind."""
-    graded: Mapping[str, Graded] = field(default_factory=dict)
+    graded: Mapping[str, PlannedAndMeasured] = field(default_factory=dict)
     """Figures of the plan, by the names of `planning.grade`."""
     is_chat: bool = False
     """Whether it has learned turns of a chat, so that it is asked in its chat template."""

@@ -65,7 +65,7 @@ def find_model(config: RunConfig) -> FoundModel:
     if config.task.name is TaskName.embed and config.task.pooling is Pooling.auto:
         folder = None if start.model.name is None else Path(expand_user(start.model.name))
         own = None if folder is None else read_pooling(folder)
-        # Before the config is written down.
+        # The config is written down after this.
         config.task.pooling = own or (Pooling.mean if is_encoder else Pooling.last)
     found = replace(config, model=start.model)
     why_together = None if is_encoder or head.is_padded else choose_attention(found, architecture, device_type_here())

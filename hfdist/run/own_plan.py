@@ -68,18 +68,18 @@ class OwnPlan:
             theirs.close()
         else:
             self._pid = _start(theirs)
-            # Without it, one that has died would leave this one waiting.
+            # While this process holds that end, it would wait for a child that has died.
             theirs.close()
             # What cannot be pickled has the reader end, which says so. OSError: it has ended.
             with suppress(pickle.PicklingError, AttributeError, TypeError, OSError):
                 self._connection.send(make)
-        # Also of a run that fails before it takes the plan.
+        # A run may fail before it takes the plan: the child ends all the same.
         self._end = weakref.finalize(self, _end, self._pid)
 
     def take(self) -> PlanAndMachines | str:
         """Wait for the plan, and give it, or why there is none. Call it once."""
         found: PlanAndMachines | str = f"it took longer than {_MOST_SECONDS:.0f} s, or its process was ended"
-        # OSError: it has ended before it has read what it was sent.
+        # OSError: the child has ended before it has read what it was sent.
         with suppress(EOFError, OSError):
             if self._connection.poll(_MOST_SECONDS):
                 found = self._connection.recv()
@@ -181,11 +181,11 @@ def _fork(make: Callable[[], PlanAndMachines], connection: Connection, others: C
         pid = os.fork()
         if pid == 0:
             try:
-                # Else nothing would tell the child that its parent has ended.
+                # Otherwise nothing would tell the child that its parent has ended.
                 others.close()
                 _answer(make, connection)
             finally:
-                # Without what belongs to its parent.
+                # Exit functions belong to the parent.
                 os._exit(0)
     finally:
         if before is None:

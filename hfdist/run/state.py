@@ -24,7 +24,7 @@ from hfdist.strategies.base import Strategy
 from hfdist.topology import Topology
 from hfdist.trainer.checkpointing.start import Start
 from hfdist.trainer.evaluation.loop import Measure
-from hfdist.trainer.fault_tolerance.rank_flags import Preemption
+from hfdist.trainer.fault_tolerance.preemption import Preemption
 from hfdist.trainer.step.objective import Objective
 from hfdist.trainer.trainer import Trainer
 

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterator
 from itertools import islice
+from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 from transformers import PreTrainedTokenizerBase
 
 from hfdist.config.data import DataConfig, Packing
@@ -21,6 +24,15 @@ from hfdist.run.preview import name_of_targets
 _SURVEYED_DOCUMENTS = 256
 
 
+class _Surveyed(NamedTuple):
+    """One example as it is read for the training."""
+
+    tokens: NDArray[np.integer]
+    status: int
+    num_cut: int
+    """Tokens that were cut off."""
+
+
 def survey(
     corpus: Corpus,
     tokenizer: PreTrainedTokenizerBase,
@@ -34,23 +46,35 @@ def survey(
     Also that a step reads all of them several times, if it does; 0 tokens a step: not known.
     """
     documents = Documents(corpus, Encoders.of(tokenizer, config, images), open_token_cache(config), config)
-    read = (chunk for block in corpus.mixed_blocks() for chunk in documents.chunks(np.array(block)))
-    rows = (row for chunk in read for row in zip(chunk.views(), chunk.fates, chunk.cut_tokens, strict=True))
-    found = list(islice(rows, _SURVEYED_DOCUMENTS))
-    trained = [(tokens, cut_tokens) for tokens, fate, cut_tokens in found if fate == Status.trained]
-    num_tokens = sum(len(tokens) for tokens, _ in trained)
-    share = 100 * sum(int(are_targets(tokens).sum()) for tokens, _ in trained) / max(num_tokens, 1)
-    fates = Counter(int(fate) for _, fate, _ in found)
-    notes = [
-        (sum(int(cut_tokens > 0) for _, cut_tokens in trained), f"cut to {config.sequence_length:,} tokens"),
-        (fates[Status.too_long], "left out as too long"),
-        (fates[Status.no_target], "left out without a target"),
-        (fates[Status.bad], "left out as bad"),
-    ]
-    lost = "".join(f"; {count} {what}" for count, what in notes if count)
+    found = list(islice(_read(corpus, documents), _SURVEYED_DOCUMENTS))
+    trained = [example for example in found if example.status == Status.trained]
+    num_tokens = sum(len(example.tokens) for example in trained)
+    share = 100 * sum(int(are_targets(example.tokens).sum()) for example in trained) / max(num_tokens, 1)
     mean = num_tokens / max(len(trained), 1)
+    said = f"{len(found)} examples: {mean:,.1f} tokens on average, {share:.1f} % of them {name_of_targets(task)}"
+    said += _describe_losses(found, config.sequence_length)
     all_tokens = num_tokens * corpus.num_documents / max(len(found), 1)
     times = tokens_per_step / max(all_tokens, 1)
     if times > 1 and config.packing is not Packing.none:
-        lost += f"; a step of {tokens_per_step:,} tokens reads all of them {times:,.1f} times (train.global_batch_size)"
-    return f"{len(found)} examples: {mean:,.1f} tokens on average, {share:.1f} % of them {name_of_targets(task)}{lost}"
+        said += f"; a step of {tokens_per_step:,} tokens reads all of them {times:,.1f} times (train.global_batch_size)"
+    return said
+
+
+def _read(corpus: Corpus, documents: Documents) -> Iterator[_Surveyed]:
+    """Give the examples of all sources, mixed as in the training."""
+    for block in corpus.mixed_blocks():
+        for chunk in documents.chunks(np.array(block)):
+            yield from map(_Surveyed, chunk.views(), chunk.fates, chunk.cut_tokens)
+
+
+def _describe_losses(examples: list[_Surveyed], sequence_length: int) -> str:
+    """Say how many examples are cut or left out; "": none."""
+    counts = Counter(int(example.status) for example in examples)
+    num_cut = sum(example.status == Status.trained and example.num_cut > 0 for example in examples)
+    notes = [
+        (num_cut, f"cut to {sequence_length:,} tokens"),
+        (counts[Status.too_long], "left out as too long"),
+        (counts[Status.no_target], "left out without a target"),
+        (counts[Status.bad], "left out as bad"),
+    ]
+    return "".join(f"; {count} {what}" for count, what in notes if count)

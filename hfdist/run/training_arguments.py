@@ -112,7 +112,7 @@ def _optimizer(optimizer: OptimizerConfig, batch: BatchPlan, max_steps: int) -> 
 
 def check_further_arguments(config: RunConfig, batch: BatchPlan) -> None:
     """Raise a ConfigError on a name in `train.arguments` that is unknown, or that hfdist sets itself."""
-    # For the names alone.
+    # Only its names are used.
     ours = _generated(config, batch, max_steps=1)
     known = {field.name for field in dataclasses.fields(TrainingArguments) if field.init}
     for name, value in config.train.arguments.items():

@@ -25,7 +25,7 @@ from hfdist.strategies.gradients.reduction import BUCKET_ELEMENTS, local_tensor
 from hfdist.strategies.mesh import build_mesh
 from hfdist.strategies.parts import ModelParts
 from hfdist.strategies.pieces import list_shapes
-from hfdist.strategies.step_memory import MemoryUse, RankSizes, ShardFractions
+from hfdist.strategies.step_memory import Buffers, Copied, MemoryUse, RankSizes, ShardFractions
 from hfdist.strategies.traffic import Axes, Phase, Sent, StepSizes
 from hfdist.topology import MODEL_AXES, PARTS, Topology
 
@@ -62,7 +62,7 @@ class Strategy(Partitioning):
         self.config = config
         for axis in MODEL_AXES:
             if (degree := getattr(topology, axis)) > 1 and axis not in self.used_axes:
-                # The ranks of that axis would train, each alone, on wrong numbers.
+                # Ranks of such an axis would train alone, on wrong numbers.
                 what, hint = f"{type(self).__name__} does not use this axis", f"strategy.{axis}=1"
                 raise ConfigError(what, where=f"strategy.{axis}", found=degree, allowed="1", hint=hint)
         self._partitioned: nn.Module | None = None
@@ -77,7 +77,7 @@ class Strategy(Partitioning):
 
     @property
     def sharing_keys(self) -> str:
-        """Keys that share the model over ranks, for hints."""
+        """Keys of the config by which ranks share weights, with their values; "": each rank has all of them."""
         axes = {axis: getattr(self.topology, axis) for axis in ("pipeline", "tensor")}
         keys = [f"strategy.{axis}={degree}" for axis, degree in axes.items() if degree > 1]
         return ", ".join([*keys, *[f"strategy.sharding={self.config.sharding.value}"] * (self.fractions.weights < 1)])
@@ -130,16 +130,16 @@ class Strategy(Partitioning):
 
         Arithmetic that a search asks for thousands of times: `sizes` have the layout, and no strategy is made for it.
         """
-        use, (gathered, reduced, after) = cls._state(sizes), cls._buffers(sizes)
+        use, buffers = cls._state(sizes), cls._buffers(sizes)
         # DDP's buckets are there all the time; gradients of earlier micro batches beside them, of the last one in them.
         times_held = int(sizes.layout.num_microbatches > 1) + int(sizes.layout.is_ddp)
-        early, buffers = replace(use, gradients=use.gradients * times_held), gathered + reduced
-        yield Phase.forward, replace(early, activations=use.activations + sizes.of_head, buffers=gathered)
+        early, in_backward = replace(use, gradients=use.gradients * times_held), buffers.gathered + buffers.reduced
+        yield Phase.forward, replace(early, activations=use.activations + sizes.of_head, buffers=buffers.gathered)
         # Gradients of the last blocks come while all activations are still there.
-        yield Phase.backward, replace(early, activations=use.activations + sizes.working, buffers=buffers)
+        yield Phase.backward, replace(early, activations=use.activations + sizes.working, buffers=in_backward)
         # At its end all gradients are there, and the activations of a block.
-        yield Phase.backward, replace(use, activations=sizes.working, buffers=buffers)
-        yield Phase.optimizer, replace(use, activations=0.0, buffers=after)
+        yield Phase.backward, replace(use, activations=sizes.working, buffers=in_backward)
+        yield Phase.optimizer, replace(use, activations=0.0, buffers=buffers.after_blocks)
 
     @classmethod
     def _state(cls, sizes: RankSizes) -> MemoryUse:
@@ -147,21 +147,20 @@ class Strategy(Partitioning):
         return sizes.state()
 
     @classmethod
-    def _buffers(cls, sizes: RankSizes) -> tuple[float, float, float]:
-        """Bytes of gathered weights, of gradients that are reduced meanwhile, and of what is there after the blocks."""
+    def _buffers(cls, sizes: RankSizes) -> Buffers:
         layout = sizes.layout
         sums = layout.data * layout.context > 1 and layout.divides_parameters
-        return 0.0, 0.0, min(BUCKET_ELEMENTS, sizes.trained) * sizes.gradient_bytes if sums else 0.0
+        return Buffers(after_blocks=min(BUCKET_ELEMENTS, sizes.trained) * sizes.gradient_bytes if sums else 0.0)
 
     @classmethod
-    def copied(cls, sizes: RankSizes) -> tuple[float, float]:
-        """Bytes that each backward and the optimizer's step read and write more than autograd and the optimizer do.
+    def copied(cls, sizes: RankSizes) -> Copied:
+        """Give the bytes that are copied in a step.
 
         Each micro batch but the first is added to the gradients of those before: of a pipeline to all of a rank's.
         """
         layout = sizes.layout
         held = sizes.trained if layout.pipeline > 1 else sizes.state_trained * sizes.fractions.gradients
-        return _MOVED_BY_A_SUM * sizes.gradient_bytes * held * (1 - 1 / layout.num_microbatches), 0.0
+        return Copied(_MOVED_BY_A_SUM * sizes.gradient_bytes * held * (1 - 1 / layout.num_microbatches))
 
     def start(self) -> None:
         """Do what needs the process group; under ZeRO-3, call it before the model is made. Later calls do nothing."""
@@ -175,7 +174,7 @@ class Strategy(Partitioning):
         topology = self.topology
         self._partitioned, self._plans, self.whole = model, [], list_shapes(model)
         if topology.tensor * topology.expert > 1:
-            # It takes time that other layouts save.
+            # Imported here: other layouts save the time.
             from hfdist.strategies.parallel_plans import make_plans
 
             whole = cast(PreTrainedModel, model)
@@ -197,7 +196,7 @@ class Strategy(Partitioning):
         context = self._shard_sequences(model)
         make_compressor = None
         if self.config.compression is not Compression.none:
-            # It takes time that other layouts save.
+            # Imported here: other layouts save the time.
             from hfdist.strategies.gradients.compression import GradientCompressor
 
             make_compressor = partial(GradientCompressor, topology=self.topology, config=self.config)
@@ -208,7 +207,7 @@ class Strategy(Partitioning):
     def _shard_sequences(self, model: nn.Module) -> ContextParallel | None:
         if self.topology.context == 1:
             return None
-        # It takes time that other layouts save.
+        # Imported here: other layouts save the time.
         from hfdist.strategies.context_check import make_context_parallel
 
         topology, group = self.topology, self.mesh.get_group("context")
@@ -218,7 +217,7 @@ class Strategy(Partitioning):
         """Leave in the model, in place, what this rank holds before FSDP2 shards it."""
         if not self._plans:
             return None
-        # It takes time that other layouts save.
+        # Imported here: other layouts save the time.
         from hfdist.strategies.parallel_plans import shard_parameters
 
         self._num_elements = sum(parameter.numel() for parameter in model.parameters())

@@ -41,7 +41,7 @@ from hfdist.models.positions import Positions, padding_id
 from hfdist.models.routers import COUNTED
 from hfdist.strategies.self_check import POSITIONS
 
-# The first name is torch 2.13's, the second that of earlier versions.
+# The second name is that before torch 2.13.
 _GATHERS = ("all_gather_single_autograd", "all_gather_tensor_autograd")
 _all_gather: Callable[..., torch.Tensor] = next(
     getattr(_collectives, name) for name in _GATHERS if hasattr(_collectives, name)

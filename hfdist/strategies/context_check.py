@@ -50,7 +50,7 @@ def choose_method(model: PreTrainedModel, size: int, method: ContextMethod) -> C
     """Choose how attention sees a whole sequence; ConfigError: `method` does not fit the model. No collective."""
     config = model.config.get_text_config(decoder=True)
     uneven = {name: n for name, n in count_heads(config) if n % size}
-    # Names alone are asked, as a stage of a pipeline may hold none of the sinks: all stages choose alike.
+    # By names, which a split model keeps: all stages choose alike.
     has_sinks = any(name.endswith("sinks") for module in model.modules() for name in module._parameters)
     can_gather = dense_name(config._attn_implementation) in _GATHERABLE
     if method is ContextMethod.gather and not can_gather:
@@ -81,7 +81,7 @@ class _Trial:
         self.keeps_apart = True
         """Whether models of the class keep packed documents apart."""
         self.positions: Positions = all_tokens
-        """Gives the positions of sequences that come without."""
+        """Gives the positions of sequences that come without any."""
 
     def find_problem(self) -> str | None:
         """Say why it does not train as in one process. A collective over the group."""

@@ -116,10 +116,10 @@ class Engine:
         """As accelerate wrapped it; None before `setup`, and where DeepSpeed has it."""
         self._scaler: torch.amp.GradScaler | None = None
         self._modules: list[nn.Module] = []
-        """All of the prepared model, which takes a fiftieth of a small step to walk through; see `setup`."""
+        """Modules of the prepared model, from `setup` on: walking through it takes a fiftieth of a small step."""
         self._parameters: list[nn.Parameter] = []
         self._trained: list[torch.Tensor] = []
-        """What the optimizer stepped when the two lists above were made."""
+        """Parameters that the optimizer stepped when the two lists above were made."""
         self._prepared: nn.Module | None = None
         """As accelerate wrapped it; None before `setup`."""
         self._make_compressor = make_compressor
@@ -165,20 +165,21 @@ class Engine:
         Returns:
             The optimizer that the Trainer steps.
         """
-        self._keep(optimizer, scaler)
+        self._keep_optimizer(optimizer, scaler)
         self._prepared = prepared
-        self._list_parts()
-        # Once for a model that several trainings share.
+        self._list_parameters()
+        # Hooks are registered once, also where several trainings share the model.
         if self._make_compressor is not None and prepared is not self._compressed:
             self._compressed, self.compressor = prepared, self._make_compressor(self.model)
-            # A plan has a model without others.
+            # In a plan there is no DDP.
             if isinstance(prepared, DistributedDataParallel):
                 self.compressor.register(prepared)
         if self.compressor is not None:
             self.compressor.scaler = scaler
         return optimizer
 
-    def _list_parts(self) -> None:
+    def _list_parameters(self) -> None:
+        """Set the lists of modules, of parameters, and of what the optimizer steps."""
         assert self._prepared is not None
         self._modules, self._parameters = list(self._prepared.modules()), list(self._prepared.parameters())
         self._trained = self._list_trained()
@@ -187,12 +188,15 @@ class Engine:
         groups = [] if self._optimizer is None else self._optimizer.optimizer.param_groups
         return [parameter for group in groups for parameter in group["params"]]
 
-    def _keep(self, optimizer: AcceleratedOptimizer, scaler: torch.amp.GradScaler | None) -> None:
-        """Keep both. What an optimizer must see whole, and ranks have parts of, is whole in its steps."""
+    def _keep_optimizer(self, optimizer: AcceleratedOptimizer, scaler: torch.amp.GradScaler | None) -> None:
+        """Keep the optimizer and the loss scale.
+
+        Parameters of which ranks have parts, and which the optimizer must see whole, are whole in its steps.
+        """
         inner, before = optimizer.optimizer, self._optimizer
         self._optimizer, self._scaler = optimizer, scaler
         if before is not None and before.optimizer is inner:
-            # Of an earlier training.
+            # An earlier training has done the rest.
             return
         shared = list(self._shared(inner))
         self._whole_steps = WholeSteps(inner, gather_regions(shared)) if shared else None
@@ -341,8 +345,8 @@ class Engine:
         if not groups:
             trained = self._list_trained()
             if list(map(id, trained)) != list(map(id, self._trained)):
-                # A callback has given the optimizer others.
-                self._list_parts()
+                # A callback has given the optimizer other parameters.
+                self._list_parameters()
             return torch.nn.utils.clip_grad_norm_(self._parameters, max_norm or math.inf)
         parameters = dict(self.model.named_parameters())
         counted = (parameter for name, parameter in parameters.items() if self._counts(name))
@@ -410,7 +414,7 @@ class Engine:
         return [piece] if self._parts is None else self._parts.own_pieces(piece)
 
     def _held_pieces(self) -> Iterable[Piece]:
-        """As if this rank's model were the whole one."""
+        """List the pieces that this rank would have if its model were the whole one."""
         optimizer = None if self._optimizer is None else self._optimizer.optimizer
         return list_pieces(self.model, optimizer, skips_state=self._is_stepped_whole)
 

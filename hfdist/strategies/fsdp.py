@@ -34,7 +34,7 @@ from hfdist.strategies.gradients.reduction import local_tensor
 from hfdist.strategies.held import have_room
 from hfdist.strategies.parameter_shards import TENSOR
 from hfdist.strategies.parts import ModelParts
-from hfdist.strategies.step_memory import MemoryUse, RankSizes, ShardFractions
+from hfdist.strategies.step_memory import Buffers, MemoryUse, RankSizes, ShardFractions
 from hfdist.strategies.traffic import Axes, Phase, Sent
 from hfdist.topology import Topology
 
@@ -98,14 +98,18 @@ class FsdpStrategy(Strategy):
         return use if sizes.layout.offload is Offload.none else replace(use, weights=0.0)
 
     @classmethod
-    def _buffers(cls, sizes: RankSizes) -> tuple[float, float, float]:
+    def _buffers(cls, sizes: RankSizes) -> Buffers:
         weight, gradient, largest, ends = sizes.weight_bytes, sizes.gradient_bytes, sizes.largest_block, sizes.ends
-        # One block that computes, the next one, and what is outside of blocks, whose gradients come last.
-        return (2 * largest + ends) * weight, largest * gradient, ends * (weight + 2 * gradient)
+        return Buffers(
+            # One block that computes, the next one, and what is outside of blocks, whose gradients come last.
+            gathered=(2 * largest + ends) * weight,
+            reduced=largest * gradient,
+            after_blocks=ends * (weight + 2 * gradient),
+        )
 
 
 class ShardedEngine(Engine):
-    """An engine of which each rank has rows of each parameter, as DTensors. Derived classes call `_use`."""
+    """An engine of which each rank has rows of each parameter, as DTensors. Derived classes call `_take_root`."""
 
     reduces_gradients = True
     optimizer_sees = Reach.parameter
@@ -113,7 +117,7 @@ class ShardedEngine(Engine):
     # FSDP2 has sharded what is whole on the ranks of an expert group.
     axes_of_parts = (TENSOR,)
 
-    def _use(self, root: nn.Module, mesh: DeviceMesh, frees_after_forward: bool, unused: frozenset[str]) -> None:
+    def _take_root(self, root: nn.Module, mesh: DeviceMesh, frees_after_forward: bool, unused: frozenset[str]) -> None:
         """Take the module that FSDP knows as its root; the blocks in it are freed after their forwards, or are not.
 
         `unused` is what `shard_by_blocks` gave.
@@ -259,12 +263,12 @@ class FsdpEngine(ShardedEngine):
         unused: frozenset[str],
     ) -> None:
         super().__init__(model, context, parts)
-        self._use(model, mesh, frees_after_forward, unused)
-        # After FSDP's own hook.
+        self._take_root(model, mesh, frees_after_forward, unused)
+        # Hooks run in order: this one after FSDP's own.
         model.register_forward_hook(self._after_forward)
 
     def _after_forward(self, *_: object) -> None:
-        # No backward follows, which would do it.
+        # A backward would do it, and none follows.
         if not torch.is_grad_enabled():
             self._reshard()
 

@@ -33,7 +33,7 @@ def shard_model(
     *,
     axis: str = "sharded",
 ) -> frozenset[str]:
-    """Shard a model over the ranks of an axis in place; as `shard_by_blocks`."""
+    """Shard a model, as `shard_by_blocks`; it is its own root, and its class keeps its name."""
     check_no_scalars(model, "FSDP2")
     name = type(model).__name__
     unused = shard_by_blocks(model, model, mesh, config, parts, axis=axis)
@@ -76,14 +76,14 @@ def shard_by_blocks(
     if offloads:
         # Whoever prepares a model for training moves it to the device, and shards must stay where they are.
         cast(Any, root).to = lambda *_, **__: root
-    # A private mark: transformers then knows that every rank takes part in each forward, and that batches accumulate.
+    # transformers reads here that every rank must take part in each forward, and that micro batches accumulate.
     cast(Any, model)._is_fsdp_managed_module = True
     if reads_images(model):
         # Features of images are an output, too. Where no loss is one, their gradient alone would let the root gather
         # the last block ahead, after its backward, on ranks with images only.
         cast(FSDPModule, root).set_modules_to_backward_prefetch([cast(FSDPModule, root)])
     if unused is None or unused or reads_images(model):
-        # Else ranks that use other parameters would reduce buffers of other sizes.
+        # Ranks that use other parameters would otherwise reduce buffers of other sizes.
         cast(FSDPModule, root).set_reduce_scatter_unused_params(True)
     return unused or frozenset()
 
@@ -98,7 +98,7 @@ def _list_units(model: PreTrainedModel) -> Iterator[nn.Module]:
         return
     num_names = _count_names(model)
     for block in blocks:
-        # Another stage of a pipeline has those without parameters.
+        # A block without parameters is on another stage of a pipeline.
         of_block = _count_names(block)
         if of_block and all(num_names[parameter] == count for parameter, count in of_block.items()):
             yield block
@@ -157,7 +157,7 @@ def _prepare(unit: nn.Module, mesh: DeviceMesh) -> None:
     Called for one unit at a time, so that no more is whole on the device.
     """
     scales = hold_as_floats(unit, mesh.device_type)
-    # What is a DTensor belongs to a unit within this one.
+    # A DTensor belongs to a unit within this one.
     unsharded = [(name, p) for name, p in unit.named_parameters() if not isinstance(p, DTensor)]
     trained = {p.dtype: name for name, p in unsharded if p.requires_grad}
     if len(trained) > 1:

@@ -1,4 +1,4 @@
-"""Memory of tensors on this rank: bytes of each storage once, free memory, and whether a parameter is partitioned."""
+"""What lies in the memory of this rank: bytes of tensors, room for more, and which parameters are whole there."""
 
 from __future__ import annotations
 

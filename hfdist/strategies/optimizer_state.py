@@ -18,7 +18,7 @@ from hfdist.optim.trial_step import is_plain_number, state_after_step, state_bef
 _LARGEST_SIDE = 96
 """Largest side of the sample that shows what is kept for a larger tensor."""
 _LARGEST_VECTOR = 8192
-"""Largest size of such a sample of one dimension."""
+"""Largest size of that sample where the tensor has one dimension."""
 
 _moving: WeakKeyDictionary[torch.optim.Optimizer, list[str]] = WeakKeyDictionary()
 """Options of the groups that change while an optimizer steps."""
@@ -109,7 +109,7 @@ class StateReader:
             return False
         if parameter.numel() != 1:
             return True
-        # For a parameter of one element all states have one element: a larger one tells which are tensors.
+        # All state of a parameter of one element is one number: a larger parameter tells which is one number always.
         larger = parameter.new_zeros([2] * max(parameter.dim(), 1))
         return bool(state_after_step(self._optimizer, group, larger)[key].numel() == 1)
 

@@ -62,7 +62,7 @@ class ModelParts:
         """How parameters are shared, for people."""
         self._shards = {name: shard for of_axis in shards.values() for name, shard in of_axis.items()}
         self._axes = {name: axis for axis, of_axis in shards.items() for name in of_axis}
-        # Each tensor rank runs the experts on a share of the tokens, so their gradients are partial, too.
+        # A tensor rank computes experts for its share of the tokens, so gradients of experts are parts as well.
         self._partial = partial | frozenset(shards.get(EXPERT, ()))
         self._names = WeakIdKeyDictionary()
         self._draws_alike = False

@@ -11,8 +11,15 @@ from hfdist.collectives import device_of
 from hfdist.errors import DataError
 
 
-def check_same_batch(batch: dict[str, torch.Tensor], group: dist.ProcessGroup, what: str) -> None:
-    """Compare checksums over the ranks of `group`, a `what`. A collective of two numbers.
+def check_same_batch(
+    batch: dict[str, torch.Tensor], group: dist.ProcessGroup, what: str, *, is_refused: bool = False
+) -> bool:
+    """Compare checksums over the ranks of `group`, a `what`. A collective of three numbers.
+
+    `is_refused`: whether this rank must not take the step, for a reason of its own.
+
+    Returns:
+        Whether a rank must not take the step: the ranks stop together, or none waits for the others.
 
     Raises:
         DataError: the batches differ; on all ranks of the group.
@@ -20,10 +27,10 @@ def check_same_batch(batch: dict[str, torch.Tensor], group: dist.ProcessGroup, w
     # One number, whatever a batch holds: ranks with other tensors must reduce equally many.
     sums = [_checksum(name, value) for name, value in sorted(batch.items()) if isinstance(value, torch.Tensor)]
     total = torch.stack(sums).sum()
-    extremes = torch.stack([total, -total]).to(device_of(group))
+    extremes = torch.stack([total, -total, torch.full_like(total, is_refused)]).to(device_of(group))
     dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=group)
-    largest, smallest = extremes
-    if largest != -smallest:
+    largest, negated_smallest, refusals = extremes.tolist()
+    if largest != -negated_smallest:
         raise DataError(
             f"the ranks of one {what} were given different batches",
             where="train_dataset, data_collator",
@@ -31,6 +38,7 @@ def check_same_batch(batch: dict[str, torch.Tensor], group: dist.ProcessGroup, w
             allowed="the same items in the same order, and a collator that draws nothing at random",
             hint="draw in the dataset, from a generator seeded by the item's number",
         )
+    return bool(refusals)
 
 
 def _checksum(name: str, value: torch.Tensor) -> torch.Tensor:

@@ -128,7 +128,7 @@ def _compare_small(
         small = make()
         with torch.no_grad():
             for parameter in small.parameters():
-                # Else ones and zeros, as of norms and biases, would hide what is wrong.
+                # Norms and biases begin with ones and zeros, which would hide what is wrong.
                 parameter.add_(0.02 * torch.randn(parameter.shape))
     tried = [None, *(name for name in inputs if _takes(small, name, num_tokens))]
     tried += [] if image_example(small) is None else [IMAGE]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from hfdist.config.layout import Layout
 from hfdist.config.strategy import Offload
@@ -44,6 +45,26 @@ class MemoryUse:
         return held + self.runtime
 
 
+class Buffers(NamedTuple):
+    """Bytes of a layout's own buffers, by the time in a step at which they are there."""
+
+    gathered: float = 0.0
+    """Weights of other ranks, in forwards and backwards."""
+    reduced: float = 0.0
+    """Gradients on their way to their owners, in backwards."""
+    after_blocks: float = 0.0
+    """What is there once all blocks have run, at the optimizer's step."""
+
+
+class Copied(NamedTuple):
+    """Bytes that a layout reads and writes in a step, more than autograd and the optimizer do."""
+
+    backward: float
+    """In each backward."""
+    optimizer: float = 0.0
+    """In the optimizer's step."""
+
+
 @dataclass(frozen=True, kw_only=True, slots=True)
 class RankSizes:
     """Numbers of the part of a model that one rank has before it is sharded, in elements, and bytes of its step."""
@@ -53,7 +74,7 @@ class RankSizes:
     elements: float
     """Elements of the parameters that a rank computes with."""
     trained: float
-    """Elements of these parameters that are not frozen."""
+    """Elements of these that are not frozen."""
     state_elements: float
     """Elements of the parameters that `fractions` are parts of: see `Strategy.counts_all_experts`."""
     state_trained: float
@@ -63,7 +84,7 @@ class RankSizes:
     trained_block: float
     """Elements of the whole model's largest block that are not frozen."""
     trained_end: float
-    """Elements of the larger end, embedding or head, that are not frozen."""
+    """Elements of the larger end that are not frozen."""
     weight_bytes: float
     """Bytes of an element."""
     gradient_bytes: float

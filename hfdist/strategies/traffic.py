@@ -389,7 +389,7 @@ class Axes:
     def _rank_of_stage(self) -> tuple[int, ...]:
         if self.topology.pipeline == 1:
             return (0,)
-        # It takes time that other layouts save.
+        # Imported here: other layouts save the time.
         from hfdist.pipeline.schedule import rank_of_stage, stages_per_rank
 
         schedule = self.config.schedule

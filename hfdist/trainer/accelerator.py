@@ -1,4 +1,4 @@
-"""Fits a new accelerator to a strategy: autocast, DDP, the count of micro batches, loss scales, loaders."""
+"""What a new accelerator does otherwise with a strategy."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ def adapt_accelerator(accelerator: Accelerator, topology: Topology, uses_all_par
 
     `uses_all_parameters` says whether each step's loss is known to need all parameters, where the user leaves it open.
     """
-    # Else copies of all weights that a forward has gathered stay until it ends, also where blocks are computed again.
+    # The cache keeps copies of all weights that a forward has gathered until it ends, also where blocks run again.
     accelerator.autocast_handler = AutocastKwargs(cache_enabled=False)
     handler = accelerator.ddp_handler
     if handler is not None:
         if handler.find_unused_parameters and uses_all_parameters():
-            # Else DDP walks through the graph at each forward, and says itself that there is nothing to find.
+            # DDP would walk through the graph at each forward, and say itself that there is nothing to find.
             handler.find_unused_parameters = False
-        # Else DDP holds gradients twice, as they are and in its buckets, and copies them to and fro.
+        # DDP would hold gradients twice, as they are and in its buckets, and copy them to and fro.
         handler.gradient_as_bucket_view = True
     if accelerator.distributed_type is DistributedType.DEEPSPEED:
         # The Trainer accumulates by itself and tells accelerate of one step, of which DeepSpeed's config has the truth.
@@ -39,7 +39,7 @@ def adapt_accelerator(accelerator: Accelerator, topology: Topology, uses_all_par
         accelerator.scaler = SyncedLossScaler(accelerator.device.type)
     accelerator.prepare_optimizer = partial(prepare_optimizer, accelerator)
     if topology.data < accelerator.num_processes:
-        # It shares batches out to all processes, but ranks of one model replica must read the same.
+        # accelerate shares batches out to all processes, but ranks of one model replica must read the same.
         accelerator.prepare_data_loader = partial(
             prepare_for_data_ranks, accelerator, num_ranks=topology.data, rank=topology.data_rank
         )

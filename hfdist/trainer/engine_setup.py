@@ -16,7 +16,7 @@ from hfdist.open_files import raise_limit
 from hfdist.strategies.base import Strategy
 from hfdist.strategies.engine import Engine
 from hfdist.strategies.from_python import strategy_by_name
-from hfdist.trainer.checkpointing.model_files import check_adapter_names, has_adapter
+from hfdist.trainer.checkpointing.adapter_files import check_adapter_names, has_adapter
 from hfdist.trainer.constructor_arguments import (
     check_arguments,
     check_class_loss,

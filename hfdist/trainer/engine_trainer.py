@@ -38,8 +38,10 @@ from hfdist.strategies.engine import Batch, Engine, Forward, TrainerHooks
 from hfdist.trainer import trl_trainers
 from hfdist.trainer.evaluation.loop import Evaluator
 from hfdist.trainer.hooks import owner_of
+from hfdist.trainer.step.convention import Convention, num_input_tokens
+from hfdist.trainer.step.find_convention import find_convention
 from hfdist.trainer.step.forwards import evaluating
-from hfdist.trainer.step.loss import Convention, WeightedLoss, num_input_tokens, num_losses
+from hfdist.trainer.step.loss import WeightedLoss, num_losses
 from hfdist.trainer.step.router_loss import RouterLoss
 from hfdist.trainer.training import Training
 
@@ -94,7 +96,7 @@ class EngineTrainer(transformers.Trainer):
         found = self.weighted_loss.convention
         if found is None:
             with evaluating(self.training) if forward is None else nullcontext(forward) as run:
-                found = self.weighted_loss.convention = self.weighted_loss.find_convention(batch, run)
+                found = self.weighted_loss.convention = find_convention(self.weighted_loss, self.training, batch, run)
             # `compute_loss` returns this micro batch's share of the loss, whether or not the model itself divides.
             self.loss_is_scaled_for_ga = True
         return found
@@ -132,7 +134,7 @@ class EngineTrainer(transformers.Trainer):
         if "training_step" not in self._steps_run:
             self._steps_run.add("training_step")
             self._check_trained()
-        # Those without a schedule want to be told, whatever a callback has told them.
+        # Schedule-free optimizers must be told, whatever a callback has told them.
         cast(AcceleratedOptimizer, self.optimizer).train()
         hooks = self.hooks(model)
         with self.router_loss.training(hooks):
@@ -154,7 +156,7 @@ class EngineTrainer(transformers.Trainer):
         is_counted = self.model_accepts_loss_kwargs and num_items_in_batch is not None
         outputs = model(**inputs, num_items_in_batch=num_items_in_batch) if is_counted else model(**inputs)
         if isinstance(outputs, dict) and "loss" not in outputs:
-            # For its error message.
+            # The original raises the error.
             return super().compute_loss(model, inputs)
         loss = outputs["loss"] if isinstance(outputs, dict) else outputs[0]
         # Gradients are averaged over the processes, and the targets are counted over all.
@@ -227,7 +229,7 @@ class EngineTrainer(transformers.Trainer):
         stream = self.training.stream
         has_equal_rows = stream is not None and stream.images is None and stream.plan.packing is not Packing.none
         if has_equal_rows and self._counts_rows:
-            # Its rows are of one length, so they have it already.
+            # A stream's rows are of one length already.
             return
         # Each has taken the rows of the others for as long as its own, so the mean is right.
         of_ranks = gather_json(self.throughput.tokens)

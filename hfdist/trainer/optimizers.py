@@ -83,7 +83,7 @@ class Optimizers:
             if trainer.lr_scheduler is None:
                 trainer.lr_scheduler = self._own_schedule
             if ready is None or trainer.optimizer is not ready:
-                # An override may set it alone, and give nothing back.
+                # An override may set the attribute alone, and return nothing.
                 made = make(*more, **named)
                 ready = trainer.optimizer = self._make_ready(trainer.optimizer if made is None else made, engine)
             return ready

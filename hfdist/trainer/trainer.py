@@ -47,9 +47,10 @@ from hfdist.trainer.optimizers import Optimizers
 from hfdist.trainer.row_check import check_lengths
 from hfdist.trainer.run_options import RunOptions
 from hfdist.trainer.sft import count_rows, fit_sft, share_metrics
+from hfdist.trainer.step.convention import num_input_tokens
 from hfdist.trainer.step.lean_callbacks import use_lean_handler
 from hfdist.trainer.step.listed_gradients import zeroing_from_list
-from hfdist.trainer.step.loss import WeightedLoss, num_input_tokens, num_losses
+from hfdist.trainer.step.loss import WeightedLoss, num_losses
 from hfdist.trainer.step.objective import Objective
 from hfdist.trainer.step.router_loss import RouterLoss
 from hfdist.trainer.step.sharded_dataloader import Dealing, dealing, fill_up_step
@@ -123,7 +124,7 @@ class DistributedTrainerMixin(_Trainer):
             self.strategy,
             head=self.options.loss_head,
             hooks=self.hooks,
-            # It is made once the device is known.
+            # A throughput is made later, once the device is known.
             paused=lambda: self.throughput.paused(),
             restart_figures=self.restart_figures,
         )
@@ -143,7 +144,7 @@ class DistributedTrainerMixin(_Trainer):
         self._predicts = False
         self._steps_run, self._norm, self._trained = set(), None, []
         self._num_read = 0
-        """Batches of this pass over the data."""
+        """Batches that were read in this pass over the data."""
         self._evaluated: object = None
         """The data of the last evaluation."""
 
@@ -243,12 +244,12 @@ class DistributedTrainerMixin(_Trainer):
         if self.engine is None or resume_from_checkpoint is None:
             return super()._init_training_state(*args)
         with with_intervals_of(Path(resume_from_checkpoint), self.args):
-            begun = super()._init_training_state(*args)
+            begun_at = super()._init_training_state(*args)
         # The values of this training; the original would keep those of the checkpoint.
         self.state.train_batch_size = self.args.per_device_train_batch_size
         self.state.compute_steps(self.args, max_steps)
         # A stream goes on from its cursor, so there is nothing to skip.
-        return begun if self.token_stream is None else (begun[0], 0)
+        return begun_at if self.token_stream is None else (begun_at[0], 0)
 
     def _prepare_for_training(
         self, max_steps: int, train_dataloader: object, resume_from_checkpoint: str | None
@@ -258,8 +259,8 @@ class DistributedTrainerMixin(_Trainer):
         # The checkpoint is ours, so the original must not look for its own files.
         with self._optimizers.made_for(self.engine):
             prepared = super()._prepare_for_training(max_steps, train_dataloader, None)
-        came_from = None if resume_from_checkpoint is None else Path(resume_from_checkpoint)
-        self._guard = self._make_guard(came_from)
+        checkpoint = None if resume_from_checkpoint is None else Path(resume_from_checkpoint)
+        self._guard = self._make_guard(checkpoint)
         self.optimizer = self.engine.setup(self.model_wrapped, self.optimizer, self.accelerator.scaler)
         self._optimizers.begin(self.engine)
         self._trained = [(one, one.requires_grad) for one in cast(nn.Module, self.model).parameters()]
@@ -271,8 +272,8 @@ class DistributedTrainerMixin(_Trainer):
             self.checkpointer.outer = self.options.objective.outer_state()
         if self.islands is not None:
             self.islands.begin()
-        if came_from is not None:
-            self.checkpointer.restore(came_from)
+        if checkpoint is not None:
+            self.checkpointer.restore(checkpoint)
         elif self.token_stream is not None and self.token_stream.shares is None:
             # A run that was killed before its first checkpoint may have left records. Those of an island may count.
             self.token_stream.truncate_ledger()
@@ -331,14 +332,14 @@ class DistributedTrainerMixin(_Trainer):
             yield
             return
         args = self.args
-        how = Dealing(
+        settings = Dealing(
             topology=self.strategy.topology,
             num_microbatches=num_microbatches,
             label_names=self.weighted_loss.label_names if self._sums_targets else None,
             seed=args.seed if args.data_seed is None else args.data_seed,
             is_training=is_training,
         )
-        with dealing(self.accelerator, how):
+        with dealing(self.accelerator, settings):
             yield
 
     def get_batch_samples(self, epoch_iterator: Iterator[Batch], num_batches: int, device: torch.device) -> _Step:
@@ -365,7 +366,7 @@ class DistributedTrainerMixin(_Trainer):
     def _read_step(self, read: Callable[[], _Step], num_microbatches: int) -> _Step:
         """Read until there is a target: without one no step is taken."""
         samples, num_items = read()
-        # Of a loader of the class's own that has no length.
+        # A loader of the class's own may have no length, and so give a step of too few micro batches.
         label_names = self.weighted_loss.label_names if self._sums_targets else None
         samples = fill_up_step(samples, num_microbatches, label_names)
         self._num_read += len(samples)
@@ -409,8 +410,9 @@ class DistributedTrainerMixin(_Trainer):
         num_items_in_batch: torch.Tensor | int | None = None,
     ) -> Any:
         """As the original; if the loss is not finite, no gradient is, and the gradients tell the other ranks."""
-        # An objective defers by itself.
+        # An objective defers the head by itself.
         head = None if return_outputs or self.options.objective is not None else self.options.loss_head
+        # Which tokens count for the loss over routers: no input of the model.
         counted = inputs.get(COUNTED)
         if counted is not None:
             inputs = {name: value for name, value in inputs.items() if name != COUNTED}
@@ -421,10 +423,10 @@ class DistributedTrainerMixin(_Trainer):
             return result
         count_rows(self, inputs, counted)
         loss, *outputs = result if return_outputs else (result,)
-        of_routers = self.router_loss.take()
-        if of_routers is not None:
+        router_loss = self.router_loss.take()
+        if router_loss is not None:
             # Gradients are averaged over the processes, and each adds its own share.
-            loss = loss + of_routers * num_losses(self)
+            loss = loss + router_loss * num_losses(self)
         return (propagate_nan(loss), *outputs) if return_outputs else propagate_nan(loss)
 
     def _class_loss(
@@ -432,8 +434,8 @@ class DistributedTrainerMixin(_Trainer):
     ) -> Any:
         """Give the share of a micro batch in the step's loss: the objective's, or that of the class and the model."""
         # As keywords, as in the original: an overridden `compute_loss` may take only some of them.
-        asked: dict[str, Any] = {"return_outputs": True} if return_outputs else {}
-        compute: Callable[..., Any] = partial(super().compute_loss, model, **asked)
+        keywords: dict[str, Any] = {"return_outputs": True} if return_outputs else {}
+        compute: Callable[..., Any] = partial(super().compute_loss, model, **keywords)
         if self.options.objective is not None:
             compute = partial(self._objective_loss, self.options.objective, model)
         convention = self.weighted_loss.convention
@@ -451,28 +453,35 @@ class DistributedTrainerMixin(_Trainer):
         return objective.loss(model, inputs) / num_items * num_losses(self)
 
     def _get_grad_norm(self, model: nn.Module, grad_norm: object = None) -> object:
-        """The last hook before the optimizer's step."""
+        """Give the norm of the step's gradients, which are final by now; the optimizer's step follows."""
         if self.engine is None:
             return super()._get_grad_norm(model, grad_norm)
         if grad_norm is None:
-            # Also of an override that returns nothing: gradients are reduced once.
+            # An override may return nothing, and gradients are reduced once.
             grad_norm = self._norm if "_clip_grad_norm" in self._steps_run else self._take_norm(0.0)
         grad_norm = super()._get_grad_norm(model, grad_norm)
-        keeps_them_elsewhere = self.accelerator.distributed_type is DistributedType.DEEPSPEED
-        if reads_images(cast(nn.Module, self.model)) and not keeps_them_elsewhere:
-            # Of a step without an image: ranks that share gradients have zeros, too, and optimizers go on by them.
-            for parameter, is_trained in self._trained:
-                if is_trained and parameter.grad is None:
-                    parameter.grad = torch.zeros_like(parameter)
+        self._fill_up_gradients()
         self._check_step()
         self._guard.judge(grad_norm)
         return grad_norm
+
+    def _fill_up_gradients(self) -> None:
+        """Give what reads images gradients of zeros in a step without an image.
+
+        Ranks that share gradients have zeros there, which change the state of an optimizer. So all layouts do.
+        """
+        keeps_them_elsewhere = self.accelerator.distributed_type is DistributedType.DEEPSPEED
+        if keeps_them_elsewhere or not reads_images(cast(nn.Module, self.model)):
+            return
+        for parameter, is_trained in self._trained:
+            if is_trained and parameter.grad is None:
+                parameter.grad = torch.zeros_like(parameter)
 
     def _maybe_log_save_evaluate(self, *args: Any, **kwargs: Any) -> None:
         if self.engine is not None:
             if self._guard.end_step():
                 return
-            # As the original decides it, on all ranks alike.
+            # The original's own condition, equal on all ranks: figures are read by a collective.
             if self.control.should_log and self.state.global_step > self._globalstep_last_logged:
                 self.read_figures()
             if self._guard.was_taken and not self.control.should_save:
@@ -546,7 +555,7 @@ class DistributedTrainerMixin(_Trainer):
             return super().evaluation_loop(dataloader, *args, **kwargs)
         with self._optimizers.evaluating(self.engine):
             output = super().evaluation_loop(dataloader, *args, **kwargs)
-        # For the line that follows.
+        # The evaluation's line follows, and rank 0 writes it.
         share_metrics(self)
         return output
 

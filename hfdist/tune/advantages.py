@@ -53,7 +53,7 @@ def compare(
     if loss.scale is Scale.none or not task.scale_rewards:
         return compared
     if task.scale_rewards == "batch":
-        # Of the rewards as they are, which TRL's scale_rewards="batch" takes (arXiv 2508.08221).
+        # The spread of the rewards themselves, as with TRL's scale_rewards="batch" (arXiv 2508.08221).
         spread = _spread_of_batch(rewards[is_given], data_rank)
     elif loss.scale is Scale.batch:
         spread = _spread_of_batch(compared[is_given], data_rank)
@@ -64,7 +64,7 @@ def compare(
 
 def _spread_of_batch(own: torch.Tensor, data_rank: int) -> torch.Tensor:
     """Give the standard deviation of the values of all ranks; 0 for a single one, or none. A collective."""
-    # The ranks of a model replica have the same.
+    # By data rank: the ranks of a model replica have the same values.
     found = dict(gather_json([data_rank, own.tolist()]))
     values = torch.tensor([value for own in found.values() for value in own], dtype=torch.float64)
     return values.std() if len(values) > 1 else torch.zeros(())

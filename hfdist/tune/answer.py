@@ -18,7 +18,7 @@ class Answer:
     has_ended: bool = False
     """Whether the model has ended it, or the environment; else it was cut off."""
     log_probabilities: list[float] | None = None
-    """Of the drawn tokens, when they were drawn; None: they are not recorded, as the weights of this step draw them."""
+    """Those of the drawn tokens at that time; None: they are not recorded, as the weights of this step draw them."""
     turns: list[Turn] = field(default_factory=list)
     """What was said in an episode. What the model has read is known on the first rank of a model replica alone."""
     num_turns: int = 0

@@ -92,7 +92,7 @@ class Classification(TextsWithLabels):
                 return mse_loss(logits.squeeze(-1), targets, reduction="sum")
             case ProblemType.multi_label_classification:
                 self._note_labels(logits > 0, targets > 0)
-                # Of each text the mean over labels, as the class has it.
+                # The mean over the labels of each text, as transformers' class computes it.
                 return binary_cross_entropy_with_logits(logits, targets, reduction="none").mean(-1).sum()
             case _:
                 return self._of_one_label(logits, targets)

@@ -124,7 +124,7 @@ class DocumentTable:
         self._num_sequences = {}
         path = self._folder / _KNOWN
         if path.is_file():
-            # Of a damaged file nothing counts: all batches are looked at again, which finds what is missing.
+            # A damaged file counts for nothing: all batches are read again, which finds what is missing.
             with suppress(ValueError, LookupError, TypeError, AttributeError):
                 known = json.loads(path.read_text())
                 if known["model"] == self._model:

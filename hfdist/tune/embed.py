@@ -63,7 +63,7 @@ class Places(NamedTuple):
     first: torch.Tensor
     """Place of the first token among those of all rows."""
     last: torch.Tensor
-    """That of the last token."""
+    """Place of the last token."""
 
     @classmethod
     def of(cls, batch: Batch) -> Places:
@@ -190,7 +190,7 @@ class Embeddings(Objective):
         for batch in batches:
             values += forward(batch, embed)
         own = torch.cat(values) if values else torch.empty(0, 0)
-        # Of each model replica one rank has them.
+        # One rank of each model replica has the embeddings.
         data_rank, device = self._training.strategy.topology.data_rank, self._training.args.device
         known = {rank: shape for rank, shape in gather_json([data_rank, list(own.shape)]) if shape[1]}
         counts = [known[rank][0] for rank in sorted(known)]
@@ -213,14 +213,15 @@ class Embeddings(Objective):
         own = [kind for one in found for kind in one.kinds.tolist()]
         own_digests = list(chain.from_iterable(map(_digests, batches, found))) if is_masking else []
         own_scores = list(chain.from_iterable(map(_scores, batches, found))) if self._has_scores else []
-        known = {rank: lists for rank, *lists in gather_json([data_rank, own, own_digests, own_scores])}
-        kinds, digests, scores = (list(chain.from_iterable(known[rank][n] for rank in sorted(known))) for n in range(3))
-        numbers = {digest: number for number, digest in enumerate(dict.fromkeys(digests))}
+        by_rank = {rank: lists for rank, *lists in gather_json([data_rank, own, own_digests, own_scores])}
+        in_order = zip(*(by_rank[rank] for rank in sorted(by_rank)), strict=True)
+        kinds, digests, scores = (list(chain.from_iterable(of_ranks)) for of_ranks in in_order)
+        number_of = {digest: number for number, digest in enumerate(dict.fromkeys(digests))}
         tensor = partial(torch.tensor, dtype=torch.long, device=self._training.args.device)
         return Texts(
             embeddings,
             tensor(kinds),
-            tensor([numbers[one] for one in digests]) if is_masking else None,
+            tensor([number_of[digest] for digest in digests]) if is_masking else None,
             torch.tensor(scores, device=embeddings.device) if self._has_scores else None,
         )
 
@@ -234,7 +235,7 @@ class Embeddings(Objective):
             return flat[texts.first]
         number = torch.full((flat.shape[0],), len(texts.last), device=flat.device)
         number[texts.documents] = torch.arange(len(texts.last), device=flat.device)
-        # What fills up goes to a last one, which is left out.
+        # Tokens that fill up a row count for a last text, which is left out.
         of_token = number[documents.of_token.flatten()]
         sums = flat.new_zeros(len(texts.last) + 1, flat.shape[1]).index_add(0, of_token, flat)
         return (sums / torch.bincount(of_token, minlength=len(sums)).clamp(min=1)[:, None])[:-1]
@@ -248,7 +249,7 @@ class Embeddings(Objective):
         if not self._reads_apart:
             states: torch.Tensor = model(input_ids=ids, position_ids=positions, use_cache=False)[0]
             return states.float().flatten(0, 1)
-        # What fills up is no text.
+        # Documents without a target only fill up a row.
         has_targets = documents.sum((documents.labels != IGNORED).float()) > 0
         texts = TextsApart.of(documents.is_first, has_targets[documents.of_token])
         inputs = texts.take_apart(ids, fill=self._padding)

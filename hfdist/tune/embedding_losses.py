@@ -114,11 +114,11 @@ def _cosent(texts: Texts, task: TaskConfig) -> torch.Tensor:
     similarities = similarities[order]
     num_lower = torch.searchsorted(scores, scores)
     has_lower = num_lower > 0
-    # Of each pair, the logarithm of the sum over all pairs below it: a table of all two pairs may be too large.
+    # The logarithm of the sum over all pairs below each pair: a table of pairs x pairs may be too large.
     sums_below = similarities.logcumsumexp(0)[num_lower[has_lower] - 1]
     differences = sums_below - similarities[has_lower]
     loss = torch.logsumexp(torch.cat([differences.new_zeros(1), differences]), 0)
-    # One loss of all pairs: it is the mean over queries of itself.
+    # All pairs have one loss. Each query gets it, so that the mean over queries is this loss.
     return loss.expand(len(similarities))
 
 

@@ -135,7 +135,7 @@ class Episodes:
                 begin = time.monotonic()
                 self._speak(asked, draw(asked))
                 self._patience_seconds = max(_PATIENCE_SECONDS, time.monotonic() - begin)
-        # So that no thread is left.
+        # Ends the threads of the crew.
         self._setting.crew.rest()
 
     def _hear(self) -> tuple[list[Asked], bool]:
@@ -250,7 +250,7 @@ class Episodes:
                     calls = self._setting.turns.calls(one.tokens, tokens, text)
                     crew.submit(one.place, partial(player.take, text, calls))
                 else:
-                    # It was cut off: an environment would take a part for the whole.
+                    # A turn that was cut off is not given to the environment, which would take it for the whole.
                     del self._players[one.place]
                     crew.submit(_CLOSES, player.close)
 

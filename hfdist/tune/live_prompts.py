@@ -38,7 +38,7 @@ def keep_live(batches: Sequence[Batch], num_trained: int, num_answers: int, topo
         [*zip(_are_answered(batch, num_answers).tolist(), differ(batch, num_answers).tolist(), strict=True)]
         for batch in batches
     ]
-    # Ranks of a model replica say the same.
+    # By data rank: the ranks of a model replica say the same.
     of_ranks = dict(gather_json([topology.data_rank, [one for of_batch in own for one in of_batch]]))
     places = [
         (not is_live, place, data_rank)

@@ -59,7 +59,7 @@ class MaskedTokens(TokenLoss):
     def begin(self, training: Training) -> None:
         """See `Objective.begin`."""
         super().begin(training)
-        # Some types make positions of it.
+        # Some types of models find positions by the padding token.
         self._padding = padding_id(cast(PreTrainedModel, training.model)) or 0
 
     def prepare(self, batch: Batch) -> Batch:

@@ -19,7 +19,7 @@ from hfdist.config.task import TaskConfig, TaskLoss
 _Loss = Callable[[torch.Tensor, torch.Tensor, TaskConfig], torch.Tensor]
 """Gives the loss of each pair from the scores of its chosen and of its rejected answer."""
 _TEMPERATURE = 0.05
-"""Of discopop, as its paper has it."""
+"""Temperature of discopop in its paper."""
 _CERTAIN = -1e-6
 """Largest mean log-probability of which odds are taken; also the place of documents that are no pair."""
 

@@ -22,7 +22,7 @@ _MOST_LOG_RATIO = 20.0
 _POSITIVE_TEMPERATURE, _NEGATIVE_TEMPERATURE = 1.0, 1.05
 """How steep SAPO's sigmoid is for answers that did better than others, and for the rest."""
 _LEAST_LOG_RATIO = math.log(1e-8)
-"""Of VESPO's ratios of answers, whose factor is nothing there."""
+"""Least logarithm of VESPO's ratios of answers: its factor is nothing there."""
 _BETTER_GAMMA, _OTHER_GAMMA = (2.0, 3.0), (3.0, 2.0)
 """The exponent k and the decay l of VESPO's factor, for answers that did better than others, and for the rest."""
 
@@ -202,7 +202,7 @@ POLICY_LOSSES = {
     TaskLoss.rloo: PolicyLoss(
         baseline=less_others, scale=Scale.none, level=of_answers, mean=Mean.answers, takes_kl_off=True
     ),
-    # Its advantages are those of gae.py, which compares an answer with no other.
+    # Advantages of PPO are those of gae.py, which compares an answer with no other.
     TaskLoss.ppo: PolicyLoss(takes_kl_off=True),
 }
 """Each by `task.loss`; docs/reinforcement.md has the papers."""

@@ -62,7 +62,7 @@ class ReferenceTable(DocumentTable):
         def learning() -> Iterator[Learn]:
             was_training, answers = training.model.training, answers_of(training)
             with evaluating(training) as forward:
-                # Added up: each part is learned.
+                # A sum, and not `any`: every part must be learned.
                 yield lambda batch: sum(self._learn(part, forward, answers) for part in parts(batch)) > 0
             training.model.train(was_training)
 

@@ -27,7 +27,7 @@ from hfdist.tune.seq2seq import SequenceToSequence
 
 _SENTINEL = re.compile(r"<extra_id_([0-9]{1,6})>")
 _LEAST_TOKENS = 2
-"""Of a document of fewer nothing can be left out and kept."""
+"""Tokens of the shortest document of which one can be left out and one kept."""
 
 
 def count_spans(num_tokens: int, task: TaskConfig) -> tuple[int, int]:

@@ -8,7 +8,7 @@ import torch
 
 from hfdist.config.batch import IGNORED
 from hfdist.strategies.engine import Batch
-from hfdist.trainer.step.loss import Convention
+from hfdist.trainer.step.convention import Convention
 from hfdist.trainer.step.objective import Objective
 
 

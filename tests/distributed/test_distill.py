@@ -26,7 +26,7 @@ from hfdist.records import RunFolder, read_lines
 from hfdist.testing import run_ranks
 from hfdist.tune import teacher
 from hfdist.tune.student_answers import StudentAnswers
-from hfdist.tune.teacher import check_teacher
+from hfdist.tune.teacher_check import check_teacher
 from tests.distributed import trl_runs
 from tests.distributed.preference_runs import GLOBAL_BATCH, LENGTH, STEPS, make_config, read_answers, tune
 from tests.distributed.runs import eval_losses, losses

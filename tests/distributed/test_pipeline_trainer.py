@@ -195,7 +195,8 @@ def test_what_would_train_wrongly_is_refused(tmp_path):
             make_trainer(tmp_path, **{"pipeline": 2} | more)
         assert refused.value.where == where
     trainer = make_trainer(tmp_path, 2)
-    trainer.model.model.norm.requires_grad_(False) if dist.get_rank() else trainer.model.requires_grad_(False)
+    if dist.get_rank():
+        trainer.model.model.norm.requires_grad_(False)
     with pytest.raises(PartitionError, match="frozen or unfrozen"):
         trainer.train()
     trainer = make_trainer(tmp_path, 2)

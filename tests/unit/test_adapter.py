@@ -32,7 +32,7 @@ from hfdist.models.peft_config import check_adapter, reads_weights
 from hfdist.models.trainable import freeze_by_name
 from hfdist.run.parts.sample import SamplePart, _find_question
 from hfdist.strategies.pieces import list_pieces
-from hfdist.trainer.checkpointing.model_files import adapter_pieces, check_adapter_names, write_adapter_config
+from hfdist.trainer.checkpointing.adapter_files import adapter_pieces, check_adapter_names, write_adapter_config
 from tests.unit.pipeline import toys
 from tests.unit.pipeline.toys import make_toy
 from tests.unit.tiny import llama

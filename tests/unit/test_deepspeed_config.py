@@ -11,6 +11,9 @@ from hfdist.config.train import Precision, TrainConfig
 from hfdist.errors import ConfigError
 from hfdist.strategies.deepspeed.deepspeed_config import generate
 from hfdist.strategies.from_python import make_strategy
+from hfdist.strategies.pipelines import zero as pipelines_zero
+from hfdist.strategies.select import select_strategy
+from hfdist.topology import Topology
 
 
 def config(strategy: StrategyConfig, train: TrainConfig | None = None, device_type: str = "cpu"):
@@ -218,6 +221,26 @@ def test_python_takes_a_file_too(tmp_path):
         make_strategy(global_batch_size=8, sharding="zero2", deepspeed=str(file))
     assert caught.value.where == "make_strategy(deepspeed.optimizer.type)"
     assert "args.optim" in caught.value.hint
+
+
+@pytest.mark.parametrize(
+    ("precision", "left_out"),
+    [
+        (Precision.fp16, "zero_optimization.overlap_comm, strategy.deepspeed.fp16.initial_scale_power"),
+        (Precision.bf16, "zero_optimization.overlap_comm"),
+    ],
+)
+def test_a_pipeline_names_the_keys_that_it_leaves_out(monkeypatch, caplog, precision, left_out):
+    monkeypatch.setattr(pipelines_zero, "start_deepspeed", lambda: None)
+    section = {"zero_optimization": {"overlap_comm": True, "reduce_bucket_size": 1000}}
+    for given in ({}, section | {"fp16": {"enabled": "auto", "initial_scale_power": 8, "loss_scale": "auto"}}):
+        strategy = StrategyConfig(pipeline=2, sharding=Sharding.zero1, deepspeed=given)
+        batch = plan_batch(global_batch_size=32, micro_batch_size=4, data_size=1, sequence_length=16, lanes=48)
+        train = TrainConfig(precision=precision)
+        topology = Topology(pipeline=2)
+        select_strategy(strategy, train, topology=topology, batch=batch, device_type="cpu").start()
+    [told] = [record.message for record in caplog.records if "left out" in record.message]
+    assert told.startswith(f"strategy.deepspeed.{left_out}: left out.")
 
 
 @pytest.mark.parametrize("device_type", ["cpu", "cuda"])

@@ -12,7 +12,7 @@ from hfdist.config.task import TaskName
 from hfdist.data import PoolReport
 from hfdist.records import RunRecord
 from hfdist.run.end_screen import describe_end
-from hfdist.run.ending import Ending, Graded
+from hfdist.run.ending import Ending, PlannedAndMeasured
 
 CONFIG = compose_config(["model=tiny", "run.name=first", "train.max_steps=20"])
 RECORD = RunRecord(
@@ -34,10 +34,10 @@ PRETRAINED = Ending(
     left_out="1 empty",
     peak_bytes=[{"host": 714 << 20}],
     graded={
-        "peak memory": Graded(708 << 20, 714 << 20),
-        "step": Graded(0.044, 0.169),
-        "energy": Graded(2e-6, 7.65e-6),
-        "MFU": Graded(0.1, 0.2),
+        "peak memory": PlannedAndMeasured(708 << 20, 714 << 20),
+        "step": PlannedAndMeasured(0.044, 0.169),
+        "energy": PlannedAndMeasured(2e-6, 7.65e-6),
+        "MFU": PlannedAndMeasured(0.1, 0.2),
     },
 )
 

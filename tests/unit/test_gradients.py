@@ -50,7 +50,9 @@ def answers():
     empty = total_norm([parameter(3.0, shape=(1,))] if rank == 0 else [], [group], torch.device("cpu"))
 
     batch = {"input_ids": torch.arange(6).view(2, 3), "features": torch.full((2, 3), 0.5)}
-    check_same_batch(batch, group, "tensor group")
+    assert not check_same_batch(batch, group, "tensor group")
+    # What one rank refuses, all hear of.
+    assert check_same_batch(batch, group, "pipeline", is_refused=rank == 1)
     with pytest.raises(DataError, match="different batches"):
         check_same_batch(batch | {"features": torch.full((2, 3), 0.1 * (rank + 1))}, group, "tensor group")
     # A rank may be given more tensors than others, or the same under other names.

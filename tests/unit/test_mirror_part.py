@@ -19,7 +19,7 @@ from hfdist.records import RunFolder
 from hfdist.records.lines import earlier
 from hfdist.run.parts import mirror as of_part
 from hfdist.run.parts.mirror import MirrorPart
-from hfdist.trainer.fault_tolerance.rank_flags import Preemption
+from hfdist.trainer.fault_tolerance.preemption import Preemption
 from tests.unit.checkpoint.pieces import files_of, save
 from tests.unit.checkpoint.test_mirror import Gate
 from tests.unit.data.servers import s3, s3_server

@@ -16,8 +16,9 @@ from transformers import TrainerControl, TrainerState, TrainingArguments
 
 from hfdist.data import TokenStream, open_corpus
 from hfdist.processes.stop_signals import STOP_SIGNALS
-from hfdist.trainer.fault_tolerance import rank_flags
-from hfdist.trainer.fault_tolerance.rank_flags import Preemption, RankFlags
+from hfdist.trainer.fault_tolerance import preemption
+from hfdist.trainer.fault_tolerance.preemption import Preemption
+from hfdist.trainer.fault_tolerance.rank_flags import RankFlags
 from tests.unit.data.corpora import files_config, tokenizer, write_txt
 
 FORK = get_context("fork")
@@ -48,7 +49,7 @@ def train(listening, seconds):
 @pytest.fixture
 def step(monkeypatch):
     """Gives a process that is in a step."""
-    monkeypatch.setattr(rank_flags, "_SAME_REQUEST_SECONDS", 0.3)
+    monkeypatch.setattr(preemption, "_SAME_REQUEST_SECONDS", 0.3)
     started = []
 
     def start(seconds=1.0, run=train):

@@ -6,7 +6,9 @@ from pathlib import Path
 import bitsandbytes
 import pytest
 import torch
+import torch.distributed as dist
 from peft import PeftModel, prepare_model_for_kbit_training
+from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, BitsAndBytesConfig
 
 from hfdist.config.model import Quantization
@@ -14,6 +16,7 @@ from hfdist.errors import ConfigError
 from hfdist.models.flops import measure_size
 from hfdist.models.packed_experts import PackedStack, make_levels
 from hfdist.models.quantize import PackedLinear, hold_as_floats, packed_shapes, quantize_frozen
+from tests.distributed.trainers import on_ranks
 from tests.unit.test_adapter import TOKENS, base, build, compose, save_adapter, trained_names  # noqa: F401
 from tests.zoo.models import tiny_model
 from tests.zoo.packing import dequantize_stack
@@ -115,6 +118,19 @@ def test_experts_that_stay_as_they_are_are_named_with_their_share(tmp_path, capl
     packed = sum(math.prod(shape) for shape in packed_shapes(model).values())
     frozen = sum(p.numel() for p in model.parameters() if not p.requires_grad and p.dtype != torch.uint8) + packed
     assert int(told.message.split("%")[0].split()[-1]) == round(100 * (1 - packed / frozen))
+
+
+@pytest.mark.distributed
+@on_ranks(2)
+def test_ranks_refuse_together():
+    """A stage without a layer of its own goes on with the others."""
+    model = tiny_model("llama", 1).requires_grad_(False)
+    if dist.get_rank():
+        model.model.layers = nn.ModuleList()
+    quantize_frozen(model, Quantization.nf4)
+    model.model.layers = nn.ModuleList()
+    with pytest.raises(ConfigError, match="no frozen linear layer"):
+        quantize_frozen(model, Quantization.nf4)
 
 
 def test_layers_whose_weight_the_model_reads_stay(tmp_path):

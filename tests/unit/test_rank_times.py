@@ -16,8 +16,9 @@ from hfdist.run.callbacks.rank_times import RankTimes
 from hfdist.run.peak_memory import PeakMemory, largest_peaks
 from hfdist.run.rank_summary import RankSummary
 from hfdist.tools.report.reading.rank_steps import RankSteps
-from hfdist.trainer.step import throughput
-from hfdist.trainer.step.throughput import StepClock, StepTimes, Throughput
+from hfdist.trainer.step import step_clock
+from hfdist.trainer.step.step_clock import StepClock, StepTimes
+from hfdist.trainer.step.throughput import Throughput
 
 CPU = torch.device("cpu")
 
@@ -38,7 +39,7 @@ def batches():
 @pytest.fixture(params=["schedstat", "none"])
 def clock(request, tmp_path, monkeypatch):
     if request.param == "none":
-        monkeypatch.setattr(throughput, "_SCHEDSTAT", tmp_path / "none")
+        monkeypatch.setattr(step_clock, "_SCHEDSTAT", tmp_path / "none")
     clock = StepClock(CPU)
     clock.restart()
     return clock
@@ -64,7 +65,7 @@ def test_each_second_is_counted_where_it_went(clock):
 def test_without_a_core_a_rank_is_busy(tmp_path, monkeypatch):
     schedstat = tmp_path / "schedstat"
     schedstat.write_text("0 1000000000 3\n")
-    monkeypatch.setattr(throughput, "_SCHEDSTAT", schedstat)
+    monkeypatch.setattr(step_clock, "_SCHEDSTAT", schedstat)
     clock = StepClock(CPU)
     clock.restart()
     schedstat.write_text("0 1050000000 4\n")
@@ -75,7 +76,7 @@ def test_without_a_core_a_rank_is_busy(tmp_path, monkeypatch):
 def test_a_loader_without_a_core_is_not_computing(tmp_path, monkeypatch):
     schedstat = tmp_path / "schedstat"
     schedstat.write_text("0 1000000000 3\n")
-    monkeypatch.setattr(throughput, "_SCHEDSTAT", schedstat)
+    monkeypatch.setattr(step_clock, "_SCHEDSTAT", schedstat)
     clock = StepClock(CPU)
     clock.restart()
 

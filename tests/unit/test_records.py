@@ -31,7 +31,7 @@ from hfdist.records import (
 )
 from hfdist.records.lines import append_line
 from hfdist.records.run_end import record_end_of_peer
-from hfdist.trainer.fault_tolerance.rank_flags import Preemption
+from hfdist.trainer.fault_tolerance.preemption import Preemption
 
 
 @pytest.fixture(autouse=True)

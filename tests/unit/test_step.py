@@ -12,8 +12,8 @@ from transformers import default_data_collator
 from hfdist.config.strategy import StrategyConfig
 from hfdist.testing import run_ranks
 from hfdist.trainer.engine_trainer import EngineTrainer
+from hfdist.trainer.step.convention import Convention
 from hfdist.trainer.step.global_batches import GlobalBatches, Share, fingerprint
-from hfdist.trainer.step.loss import Convention
 from hfdist.trainer.step.same_draws import SameOrder
 from hfdist.trainer.step.sharded_dataloader import Blank, CountedRows, CountingCollator, ShardedBatches
 

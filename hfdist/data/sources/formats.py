@@ -37,9 +37,9 @@ from hfdist.data.sources.images import COLUMNS as IMAGE_COLUMNS
 from hfdist.data.sources.images import ImageRules, WithImages, take_images
 from hfdist.data.sources.messages import (
     as_messages,
+    canonical_message,
+    canonical_turn,
     conversation,
-    message_of,
-    message_of_turn,
     messages_of,
     with_system,
 )
@@ -75,13 +75,13 @@ def from_text(row: Row) -> Example:
 def _from_messages(row: Row) -> Example:
     """OpenAI's `messages`, with or without `tools`."""
     messages = list_of(row["messages"], "messages")
-    return conversation([message_of(item, f"messages[{n}]") for n, item in enumerate(messages)], row)
+    return conversation([canonical_message(item, f"messages[{n}]") for n, item in enumerate(messages)], row)
 
 
 def _from_sharegpt(row: Row) -> Example:
     """ShareGPT's `conversations` of `from` and `value`."""
     items = list_of(row["conversations"], "conversations")
-    messages = [message_of_turn(item, f"conversations[{n}]") for n, item in enumerate(items)]
+    messages = [canonical_turn(item, f"conversations[{n}]") for n, item in enumerate(items)]
     return conversation(with_system(messages, row), row)
 
 

@@ -53,7 +53,7 @@ def messages_of(value: object, role: str, part: str) -> list[Message]:
         refuse("this is neither a text nor a list of messages", part, value, "a text, or a list of messages")
     found = as_messages(value)
     items = found if isinstance(found, list) else [{"role": role, "content": found}]
-    return [message_of(item, f"{part}[{n}]") for n, item in enumerate(items)]
+    return [canonical_message(item, f"{part}[{n}]") for n, item in enumerate(items)]
 
 
 def as_messages(value: object) -> object:
@@ -64,7 +64,7 @@ def as_messages(value: object) -> object:
     return value
 
 
-def message_of(item: object, part: str) -> Message:
+def canonical_message(item: object, part: str) -> Message:
     """Give a message of OpenAI's form in the canonical one."""
     if not isinstance(item, dict) or not isinstance(item.get("role"), str):
         what = "a message has no role"
@@ -88,11 +88,11 @@ def message_of(item: object, part: str) -> Message:
     return message
 
 
-def message_of_turn(item: object, part: str) -> Message:
+def canonical_turn(item: object, part: str) -> Message:
     """Give the message that a turn of ShareGPT's form says; it may have OpenAI's form already."""
     turn = item if isinstance(item, dict) else {}
     if "from" not in turn and "role" in turn:
-        return message_of(turn, part)
+        return canonical_message(turn, part)
     speaker = turn.get("from")
     if not isinstance(speaker, str) or speaker not in _ROLES:
         refuse("a turn has no speaker that is known", f"{part}.from", speaker, ", ".join(_ROLES))

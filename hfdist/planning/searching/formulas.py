@@ -184,11 +184,11 @@ def rank_costs(model: ModelConstants, strategy: Ways, sizes: RankSizes, loads: S
     """Give what a rank computes in a step, without its traffic."""
     shares = model.shares[sizes.layout.tensor, sizes.layout.expert]
     stages = [_stage_costs(model, sizes.layout, shares, load) for load in loads]
-    in_backward, in_optimizer = strategy.copied(sizes)
-    stages[0] = replace(stages[0], backward=stages[0].backward + OpCosts(moved_bytes=in_backward))
+    copied = strategy.copied(sizes)
+    stages[0] = replace(stages[0], backward=stages[0].backward + OpCosts(moved_bytes=copied.backward))
     # Each number is read and written once, gradients are read.
     moved = sizes.stepped * (2 * (model.optimizer_bytes + model.weight_bytes) + model.gradient_bytes)
-    return RankCosts(stages=tuple(stages), optimizer=OpCosts(moved_bytes=moved + in_optimizer, kernels=1))
+    return RankCosts(stages=tuple(stages), optimizer=OpCosts(moved_bytes=moved + copied.optimizer, kernels=1))
 
 
 def _stage_costs(model: ModelConstants, layout: Layout, shares: ShareOfParts, load: Load) -> StageCosts:

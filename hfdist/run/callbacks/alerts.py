@@ -68,7 +68,7 @@ class Alerts(LineReader):
         step = line.get("checkpoint/step", line.get("mirror/step", state.global_step))
         self._tell(self._monitor.see_metrics({"step": step, **line}, free_bytes))
         if self._has_ended and self._command is not None:
-            # Of the last upload to the mirror.
+            # For an alert of the last upload to the mirror.
             self._command.wait()
 
     def see_ranks(self, line: Line) -> bool:

@@ -122,7 +122,7 @@ class ProgressBar(LineReader):
             if line.get(key) is not None:
                 self._shown[label] = form.format(line[key])
         if "reward" in line:
-            # It is near 0 whatever the model can do.
+            # A policy's loss is near 0 whatever the model can do.
             self._shown.pop("loss", None)
         self._bar.set_postfix(self._shown, refresh=False)
 

@@ -67,7 +67,7 @@ class PlanGrader(TrainerCallback):
         self._first_step = state.global_step
         if state.is_world_process_zero:
             with _warning(self._folder.grade.name):
-                # Of an earlier start.
+                # An earlier start may have left one.
                 self._folder.grade.unlink(missing_ok=True)
         if self._plan is not None:
             with _warning(self._folder.plan.name):

@@ -143,7 +143,7 @@ class TrackioRun(_ContinuedRun, TrackioCallback):
     tracker = "trackio"
 
     def __init__(self, config: RunConfig) -> None:
-        # Read when it is imported.
+        # trackio reads it when it is imported.
         os.environ.setdefault("TRACKIO_DIR", str(config.run.folder.trackio.absolute()))
         super().__init__(config)
 

@@ -45,7 +45,7 @@ class Traffic(TrainerCallback):
     def on_train_begin(self, args: object, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
         """Choose the step. A collective where there are other ranks."""
         self._step = min(state.global_step + self._counted_step, state.max_steps) - 1 if world_size() > 1 else None
-        # Made by all ranks together, and not in the counted step.
+        # All ranks make the group here, so that it is not made in the counted step.
         control_group()
 
     def on_step_begin(self, args: object, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:

@@ -44,7 +44,7 @@ class FolderPart(Part):
         """Put its callback before all others, also those of the Trainer: they open files that it moves away."""
         config, goes_on = run.config, run.start.goes_on
         if not goes_on:
-            # Of another run in this folder.
+            # Left by another run in this folder.
             for kept in (config.run.folder.reference, config.run.folder.teacher):
                 on_rank_zero(partial(shutil.rmtree, kept, ignore_errors=True))
         run.trainer.callback_handler.callbacks.insert(0, Beginning(config, goes_on=goes_on))

@@ -98,7 +98,7 @@ def _find(mirror: Mirror, run: RunState) -> list[str]:
         if config.checkpoint.keep_best:
             fetch_best(mirror, names, checkpoints)
         with suppress(ResourceError):
-            # Else the first upload tries again, and says why it cannot.
+            # If this fails, the first upload tries again, and says why it cannot.
             mirror.claim()
     except ResourceError as error:
         if not list_checkpoints(checkpoints):

@@ -70,7 +70,7 @@ def _find_question(run: RunState) -> _Question | None:
         return _Question(ids, f"{folder} continues {prompt!r}")
     example = held_out_example(run)
     if example is None or traits.is_reinforcement:
-        # Of a policy, rollouts.jsonl has answers.
+        # rollouts.jsonl has answers of a policy.
         return None
     asked, answer = (
         str(tokenizer.decode(part, skip_special_tokens=True)) for part in (example.prompt, example.reference)

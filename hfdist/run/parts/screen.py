@@ -16,7 +16,7 @@ from hfdist.config.task import TaskName
 from hfdist.data import are_chats, count_trained, describe_losses
 from hfdist.data.stream.ledger import read_records
 from hfdist.run.end_screen import describe_end
-from hfdist.run.ending import Ending, Graded
+from hfdist.run.ending import Ending, PlannedAndMeasured
 from hfdist.run.parts.part import Part, warning_of_failure
 from hfdist.run.parts.sample import held_out_example
 from hfdist.run.state import RunState
@@ -136,12 +136,12 @@ def _with_rewards(ending: Ending, log_history: Sequence[Mapping[str, float]]) ->
     )
 
 
-def _read_grade(path: Path) -> dict[str, Graded]:
+def _read_grade(path: Path) -> dict[str, PlannedAndMeasured]:
     """Give what was planned and measured, by name; {}: this start has written no grade."""
     if not path.is_file():
         return {}
     items = json.loads(path.read_text(encoding="utf-8"))["items"]
-    return {item["name"]: Graded(item["predicted"], item["measured"]) for item in items}
+    return {item["name"]: PlannedAndMeasured(item["predicted"], item["measured"]) for item in items}
 
 
 def unigram_loss(sequences: Iterable[torch.Tensor]) -> float:

@@ -14,7 +14,7 @@ from hfdist.run.optimizer_changes import OptimizerChanges, check_changes
 from hfdist.run.parts.part import Joins, Part
 from hfdist.run.state import RunState
 from hfdist.topology import Topology
-from hfdist.trainer.fault_tolerance.rank_flags import Preemption
+from hfdist.trainer.fault_tolerance.preemption import Preemption
 from hfdist.watch.callback import Watch
 
 

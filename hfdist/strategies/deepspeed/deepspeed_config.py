@@ -76,7 +76,7 @@ def _generated(strategy: StrategyConfig, train: TrainConfig, batch: BatchPlan, d
         # With offload DeepSpeed insists on its own CPU Adam, which it compiles for a minute at first use;
         # torch's fused AdamW runs on the CPU too.
         "zero_force_ds_cpu_optimizer": False,
-        # DeepSpeed's own progress lines are off: the run has a progress bar and metrics.jsonl.
+        # No progress lines of DeepSpeed's: the run has a progress bar and metrics.jsonl.
         "steps_per_print": sys.maxsize,
         "wall_clock_breakdown": False,
     }

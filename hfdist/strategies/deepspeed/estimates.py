@@ -10,7 +10,7 @@ from functools import partial
 from hfdist.config.strategy import Offload
 from hfdist.sent_bytes import ALL_GATHER, ALL_REDUCE, REDUCE_SCATTER
 from hfdist.strategies.deepspeed.buckets import bucket_elements
-from hfdist.strategies.step_memory import MemoryUse, RankSizes
+from hfdist.strategies.step_memory import Copied, MemoryUse, RankSizes
 from hfdist.strategies.traffic import DATA, Axes, Phase, Sent
 
 LIVE_ELEMENTS = 1e9
@@ -115,7 +115,9 @@ def _bytes_of_kept_gradients(sizes: RankSizes) -> float:
     return (whole + _SPLIT * sizes.trained_block) * 4.0
 
 
-def copied_in_step(sizes: RankSizes) -> tuple[float, float]:
-    """Give the bytes of gradients and of state that a step reads and writes besides, on their way through buckets."""
-    gradients = _COPIES_OF_GRADIENTS * sizes.trained * (sizes.half_bytes or sizes.gradient_bytes)
-    return gradients, _COPIES_OF_STATE * sizes.stepped * sizes.gradient_bytes
+def copied_in_step(sizes: RankSizes) -> Copied:
+    """Give the bytes that ZeRO-2 and 3 copy: gradients on their way through buckets, and the rank's own state."""
+    return Copied(
+        backward=_COPIES_OF_GRADIENTS * sizes.trained * (sizes.half_bytes or sizes.gradient_bytes),
+        optimizer=_COPIES_OF_STATE * sizes.stepped * sizes.gradient_bytes,
+    )

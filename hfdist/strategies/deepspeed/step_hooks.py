@@ -34,8 +34,9 @@ def hook_steps(model: nn.Module, whole: PreTrainedModel, zero: ZeroOptimizer) ->
     Returns:
         The steps of whole parameters; None: the optimizer needs none.
     """
-    unused = _Unused(whole, zero)
-    # It looks at what DeepSpeed steps, before whole parameters stand there, and has the last word.
+    unused = _UnusedParameters(whole, zero)
+    # Hooks run in order. `keep` comes first: it looks at DeepSpeed's buffers, in whose place whole parameters are put
+    # then. `put_back` comes last.
     zero.optimizer.register_step_pre_hook(unused.keep)
     wholes = _step_wholes(model, zero)
     zero.optimizer.register_step_post_hook(unused.put_back)
@@ -47,7 +48,7 @@ def _step_wholes(model: nn.Module, zero: ZeroOptimizer) -> WholeSteps | None:
     of_wholes = set(map(id, groups_of_wholes(zero.optimizer, zero.optimizer.param_groups)))
     regions: dict[ShardedParameter, Regions] = {}
     for flat in list_flat_buffers(zero):
-        # Once: experts that are modules are thousands of parameters.
+        # A table, as experts may be thousands of parameters.
         runs = {id(run.parameter): run for run in flat.runs}
         for parameter in flat.parameters if id(flat.options) in of_wholes else ():
             shard = _sharded(flat, parameter, runs.get(id(parameter)), names[id(parameter)])
@@ -75,11 +76,11 @@ def _sharded(flat: FlatBuffer, parameter: nn.Parameter, run: Run | None, name: s
     )
 
 
-class _Unused:
-    """Lets the optimizer change no parameter that no rank has a gradient for, as in one process.
+class _UnusedParameters:
+    """Keeps a step from changing parameters for which no rank has a gradient: in one process they stay as they are.
 
-    A flat buffer has zeros there, with which weight decay would move it. What may be unused a small model tells
-    (`unused_parameters`); an optimizer's state of such zeros stays zeros by itself.
+    In a flat buffer their gradients are zeros, and weight decay would move them. A small model tells which parameters
+    may be unused (`unused_parameters`). The optimizer's state of such parameters stays zeros by itself.
     """
 
     def __init__(self, model: PreTrainedModel, zero: ZeroOptimizer) -> None:
@@ -95,12 +96,12 @@ class _Unused:
                 self._suspects.append((flat, suspected))
 
     def keep(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
-        """Keep what is unused of the flat buffers that are stepped now. A collective where there may be any."""
+        """Copy the unused parameters of the flat buffers that are stepped now. A collective if any may be unused."""
         held = [tensor for group in optimizer.param_groups for tensor in group["params"]]
         stepped_ids = {id(tensor) for tensor in held if tensor.grad is not None}
         for flat, suspected in self._suspects:
             stepped = flat.stepped
-            # Offloaded, those that are not stepped now have gradients, too.
+            # With offload, buffers that are not stepped now have gradients, too.
             if id(stepped) not in stepped_ids:
                 continue
             assert stepped.grad is not None
@@ -114,7 +115,7 @@ class _Unused:
                     self._kept.append((part, part.clone()))
 
     def put_back(self, *_: object) -> None:
-        """Undo what the step has done to it."""
+        """Give unused parameters the values that they had before the step."""
         for part, before in self._kept:
             part.copy_(before)
         self._kept.clear()

@@ -25,7 +25,7 @@ from hfdist.strategies.deepspeed.estimates import (
 )
 from hfdist.strategies.deepspeed.expert_modules import gather_experts_together
 from hfdist.strategies.deepspeed.startup import start_deepspeed
-from hfdist.strategies.step_memory import MemoryUse, RankSizes, ShardFractions
+from hfdist.strategies.step_memory import Copied, MemoryUse, RankSizes, ShardFractions
 from hfdist.strategies.traffic import Axes, Phase, Sent, StepSizes, cut_elements
 from hfdist.topology import Topology
 
@@ -52,11 +52,11 @@ class ZeroStrategy(Strategy):
         )
 
     def training_arguments(self) -> dict[str, object]:
-        """Add the DeepSpeed config. Under ZeRO-3, models made after it are partitioned while they are made."""
+        """Add DeepSpeed's config. TrainingArguments made of it let ZeRO-3 partition each model in its constructor."""
         return super().training_arguments() | {"deepspeed": self.deepspeed_config}
 
     def agreed_arguments(self) -> dict[str, object]:
-        """Give those for which DeepSpeed has keys of its own."""
+        """Give the fields of TrainingArguments for which DeepSpeed's config has keys, with the values there."""
         return {
             "max_grad_norm": self._train.max_grad_norm,
             "bf16": self._train.precision is Precision.bf16,
@@ -64,7 +64,7 @@ class ZeroStrategy(Strategy):
         }
 
     def traffic(self, sizes: StepSizes) -> list[Sent]:
-        """As of the base class. In half precision DeepSpeed's weights and gradients are of that type."""
+        """Give what a rank sends in a step. In half precision DeepSpeed sends weights and gradients in that type."""
         is_half = self._train.precision in (Precision.bf16, Precision.fp16)
         return super().traffic(replace(sizes, weight_bytes=2) if is_half else sizes)
 
@@ -83,23 +83,26 @@ class ZeroStrategy(Strategy):
 
     @classmethod
     def held(cls, sizes: RankSizes) -> Iterator[tuple[Phase, MemoryUse]]:
-        """See the base class, and `hold_in_step`."""
+        """Give the moments of a step at which a rank may hold most, with DeepSpeed's buckets."""
         return hold_in_step(sizes, STAGE[sizes.layout.sharding])
 
     @classmethod
-    def copied(cls, sizes: RankSizes) -> tuple[float, float]:
-        """See the base class. ZeRO-1 reduces gradients of all micro batches at once."""
-        gradients, state = copied_in_step(sizes)
+    def copied(cls, sizes: RankSizes) -> Copied:
+        """Give the bytes that DeepSpeed copies in a step. ZeRO-1 reduces gradients once, before the optimizer."""
+        copied = copied_in_step(sizes)
         if STAGE[sizes.layout.sharding] == 1:
-            return super().copied(sizes)[0], state + gradients
-        return gradients, state
+            return Copied(super().copied(sizes).backward, copied.optimizer + copied.backward)
+        return copied
 
     def start(self) -> None:
         """Let DeepSpeed take over the process group: ZeRO-3's partitioning during construction asks it for the size."""
         start_deepspeed()
 
     def gathered(self, parameters: Iterable[nn.Parameter], *, writes: bool) -> AbstractContextManager[object]:
-        """All-gather under ZeRO-3."""
+        """Hold parameters whole meanwhile, under ZeRO-3 by an all-gather. A collective there.
+
+        `writes`: whether rank 0 changes them, and all ranks keep its values.
+        """
         if not self.partitions_in_constructor or not (listed := list(parameters)):
             return nullcontext()
         import deepspeed
@@ -108,7 +111,7 @@ class ZeroStrategy(Strategy):
 
     @contextmanager
     def without_partitioning(self, arguments: TrainingArguments) -> Iterator[None]:
-        """Take away the DeepSpeed config that transformers' constructors look for."""
+        """Let models made meanwhile stay whole: transformers' constructors find no DeepSpeed config."""
         hf_deepspeed.unset_hf_deepspeed_config()
         try:
             yield

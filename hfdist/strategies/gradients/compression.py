@@ -113,7 +113,7 @@ class GradientCompressor:
         wholes = [gradients[name] for name in names if name not in totals]
         lefts = [total @ self._factors[name] for name, total in totals.items()]
         *lefts, means = _unpack(self.mean(_pack([*lefts, *wholes])), [*lefts, _pack(wholes)])
-        # Else the next factors would grow from step to step.
+        # Without this the factors would grow from step to step.
         lefts = [torch.linalg.qr(left).Q for left in lefts]
         rights = [total.T @ left for total, left in zip(totals.values(), lefts, strict=True)]
         # Nothing is sent of a bucket without a matrix: what would be empty is on the CPU, and NCCL sends from a GPU.

@@ -22,7 +22,7 @@ from hfdist.strategies.engine import Batch, TrainerHooks
 from hfdist.strategies.fsdp import ShardedEngine
 from hfdist.strategies.fsdp_units import shard_by_blocks
 from hfdist.strategies.pipelines.pipeline import PipelineEngine, PipelineStrategy
-from hfdist.strategies.step_memory import RankSizes, ShardFractions
+from hfdist.strategies.step_memory import Buffers, RankSizes, ShardFractions
 from hfdist.strategies.traffic import Axes, Sent
 from hfdist.topology import Topology
 
@@ -44,12 +44,12 @@ class PipelineFsdpEngine(ShardedEngine, PipelineEngine):
     def _shard_stages(self, mesh: DeviceMesh) -> None:
         self._step, config = _Step(self.model), self._strategy.config
         unused = shard_by_blocks(self.model, self._step, mesh, config, self._parts)
-        self._use(self._step, mesh, config.frees_after_forward, unused)
+        self._take_root(self._step, mesh, config.frees_after_forward, unused)
 
     def _make_pipeline(self) -> Pipeline:
         self._begin_step()
         self._wait_for_gathered()
-        # Stages keep references to gathered weights: the same tensors in each step, with memory for its duration.
+        # Stages are made of gathered parameters: these are the same tensors in each step, with memory for it alone.
         pipeline = super()._make_pipeline()
         self._reshard()
         return pipeline
@@ -64,7 +64,7 @@ class PipelineFsdpEngine(ShardedEngine, PipelineEngine):
     def _for_forwards(self) -> Iterator[None]:
         self._begin_step()
         yield
-        # A block that has not run was gathered, too.
+        # A block that has not run is gathered as well.
         self._wait_for_gathered()
         self._reshard()
 
@@ -72,7 +72,7 @@ class PipelineFsdpEngine(ShardedEngine, PipelineEngine):
         """Begin to gather all units; the backward of what it gives ends the step."""
         end: torch.Tensor = self._step(torch.zeros((), device=self._device, requires_grad=True))
         for unit in self._units:
-            # The unit's first forward waits for it.
+            # The first forward of the unit waits for this.
             unit.unshard(async_op=True)
         return end
 
@@ -117,5 +117,5 @@ class PipelineFsdpStrategy(PipelineStrategy):
         return axes.gather_shards()
 
     @classmethod
-    def _buffers(cls, sizes: RankSizes) -> tuple[float, float, float]:
-        return sizes.elements * sizes.weight_bytes, sizes.trained * sizes.gradient_bytes, 0.0
+    def _buffers(cls, sizes: RankSizes) -> Buffers:
+        return Buffers(gathered=sizes.elements * sizes.weight_bytes, reduced=sizes.trained * sizes.gradient_bytes)

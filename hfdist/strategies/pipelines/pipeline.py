@@ -107,7 +107,7 @@ class PipelineEngine(Engine):
                 hint="neftune_noise_alpha=null, or a strategy without a pipeline",
             )
         self._pipeline = self._make_pipeline()
-        self._keep(optimizer, scaler)
+        self._keep_optimizer(optimizer, scaler)
         # The stages of one model must not draw the same dropout masks.
         torch.manual_seed(torch.initial_seed() + self._strategy.topology.pipeline_rank)
         if scaler is not None:
@@ -198,7 +198,7 @@ class PipelineEngine(Engine):
             return []
         with torch.no_grad():
             if self._pipeline is None:
-                # Before training.
+                # An evaluation before training.
                 self._pipeline = self._make_pipeline()
             self._train_mode(False)
             with self._for_forwards():
@@ -236,10 +236,9 @@ class PipelineEngine(Engine):
     def whole_parameters(self) -> Iterable[tuple[str, torch.Tensor]]:
         """List them as the base class does; what several stages hold has a name of its own, as they hold little else.
 
-        So a tied embedding and its head, on two ranks, are compared, where holders add up gradients last of all: else
-        they differ by rounding.
+        So a tied embedding and its head, on two ranks, are compared.
         """
-        if self._parts is not None and self._parts.groups.tensor is not None:
+        if not self._sums_over_stages_last:
             return super().whole_parameters()
         num_pipelines = len(self._strategy.topology.pipelines)
         suffixes: dict[str, str] = {}
@@ -249,6 +248,11 @@ class PipelineEngine(Engine):
         held = super().whole_parameters()
         return [(name + suffixes.get(re.split(r"[ \[]", name)[0], ""), tensor) for name, tensor in held]
 
+    @property
+    def _sums_over_stages_last(self) -> bool:
+        """Whether gradients of what several stages hold are added up after all other sums, and so equal to the bit."""
+        return self._parts is None or self._parts.groups.tensor is None
+
     def _counts(self, name: str) -> bool:
         return name not in self._io.counted_elsewhere and super()._counts(name)
 
@@ -256,13 +260,13 @@ class PipelineEngine(Engine):
         return [parameter.requires_grad for parameter in self.model.parameters()]
 
     def _check_unchanged(self, batch: Batch) -> None:
-        """Check what all ranks rely on without asking each other."""
-        if self._find_trainable() != self._trainable:
+        """Check on what all ranks of a pipeline rely; PartitionError, DataError: on all of them alike. A collective."""
+        is_changed = self._find_trainable() != self._trainable
+        if check_same_batch(batch, self._pipeline_group, "pipeline", is_refused=is_changed):
             raise PartitionError(
                 "parameters were frozen or unfrozen after the Trainer was made, when the stages had agreed on them",
                 hint="set requires_grad before hfdist.Trainer(...)",
             )
-        check_same_batch(batch, self._pipeline_group, "pipeline")
 
     def _scale(self, loss: torch.Tensor) -> torch.Tensor:
         # Gradients are averaged over the ranks with other tokens.

@@ -5,7 +5,8 @@ Weights stay in float32, as without ZeRO, and half precision is autocast's: the 
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import logging
+from collections.abc import Iterable, Mapping
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, cast
 
@@ -17,8 +18,10 @@ from torch import nn
 from hfdist.checkpoint.piece import Piece
 from hfdist.collectives import gather_json
 from hfdist.config.batch import BatchPlan
+from hfdist.config.checks.deepspeed import AUTO, PLACE
+from hfdist.config.plain_values import flatten
 from hfdist.config.strategy import StrategyConfig
-from hfdist.config.train import TrainConfig
+from hfdist.config.train import Precision, TrainConfig
 from hfdist.errors import PartitionError
 from hfdist.strategies.deepspeed import pieces_zero
 from hfdist.strategies.deepspeed.buckets import bucket_elements, fit_buckets
@@ -26,9 +29,8 @@ from hfdist.strategies.deepspeed.deepspeed_config import generate
 from hfdist.strategies.deepspeed.estimates import reduce_to_owners, with_master_weights
 from hfdist.strategies.deepspeed.startup import start_deepspeed
 from hfdist.strategies.deepspeed.step_hooks import hook_steps
-from hfdist.strategies.engine import Engine
 from hfdist.strategies.pipelines.pipeline import PipelineEngine, PipelineStrategy
-from hfdist.strategies.step_memory import MemoryUse, RankSizes, ShardFractions
+from hfdist.strategies.step_memory import Buffers, MemoryUse, RankSizes, ShardFractions
 from hfdist.strategies.traffic import Axes, Sent, cut_elements
 from hfdist.topology import Topology
 
@@ -37,12 +39,16 @@ if TYPE_CHECKING:
 
     from hfdist.strategies.deepspeed.flat_buffers import ZeroOptimizer
 
+logger = logging.getLogger(__name__)
+
 
 class PipelineZeroEngine(PipelineEngine):
     """DeepSpeed reduces and steps at the end of `forward_backward`, as it does in the Trainer without a pipeline."""
 
     steps_other_tensors = True
     clips_stepped = True
+    # DeepSpeed reduces after the sum over stages, on each stage in its own order.
+    _sums_over_stages_last = False
     _strategy: PipelineZeroStrategy
 
     def setup(
@@ -100,10 +106,6 @@ class PipelineZeroEngine(PipelineEngine):
         """List this rank's runs of its stages' flattened parameters and of their optimizer state."""
         return pieces_zero.list_pieces(self.model, self._engine, self._whole_steps)
 
-    def whole_parameters(self) -> Iterable[tuple[str, torch.Tensor]]:
-        """List them as without stages: DeepSpeed reduces after the sum over holders, on each stage in its own order."""
-        return Engine.whole_parameters(self)
-
     def after_load(self) -> None:
         """Copy what was read into the weights that the model computes with."""
         pieces_zero.after_load(self.model, self._engine)
@@ -136,17 +138,23 @@ class PipelineZeroStrategy(PipelineStrategy):
         self.deepspeed_config = generate(strategy, train, batch, device_type)
         for precision in ("bf16", "fp16"):
             self.deepspeed_config[precision]["enabled"] = False
-        # It counts each rank that shares sequences as one with sequences of its own.
+        # DeepSpeed counts each rank that shares sequences as one with sequences of its own.
         self.deepspeed_config["train_batch_size"] *= topology.context
         # Gradients are reduced once, after the schedule: DeepSpeed must not hook into each backward.
         self.deepspeed_config["zero_optimization"]["overlap_comm"] = False
+        self._left_out = _keys_left_out(strategy.deepspeed, train.precision)
 
     def agreed_arguments(self) -> dict[str, object]:
         """What DeepSpeed's config has taken over; half precision is autocast's."""
         return {"max_grad_norm": self.train.max_grad_norm}
 
     def start(self) -> None:
-        """Let DeepSpeed take over the process group."""
+        """Let DeepSpeed take over the process group, and name the user's keys that it does not follow here."""
+        if self._left_out:
+            logger.warning(
+                "%s: left out. A pipeline reduces gradients once, after its schedule, and half precision is torch's",
+                ", ".join(f"{PLACE}.{key}" for key in self._left_out),
+            )
         start_deepspeed()
 
     def _state_traffic(self, axes: Axes) -> Iterable[Sent]:
@@ -161,9 +169,21 @@ class PipelineZeroStrategy(PipelineStrategy):
         return with_master_weights(sizes).state()
 
     @classmethod
-    def _buffers(cls, sizes: RankSizes) -> tuple[float, float, float]:
+    def _buffers(cls, sizes: RankSizes) -> Buffers:
         # Gradients go through one bucket to the rank's own part.
-        return 0.0, 0.0, (bucket_elements(sizes.trained, sizes.ends) + sizes.stepped) * sizes.gradient_bytes
+        num_elements = bucket_elements(sizes.trained, sizes.ends) + sizes.stepped
+        return Buffers(after_blocks=num_elements * sizes.gradient_bytes)
+
+
+def _keys_left_out(given: Mapping[str, object], precision: Precision) -> list[str]:
+    """List keys of a user's DeepSpeed config that a pipeline does not follow, in this precision."""
+    of_precision = f"{precision.value}."
+    return [
+        key
+        for key, value in flatten(given, "")
+        if value != AUTO and key != f"{of_precision}enabled"
+        if key.startswith(of_precision) or (key == "zero_optimization.overlap_comm" and value)
+    ]
 
 
 class _Step:
@@ -172,7 +192,7 @@ class _Step:
     def __init__(self, model: nn.Module, zero: ZeroOptimizer) -> None:
         self.param_groups = [{"params": list(model.parameters())}]
         self.norm = torch.full((), torch.inf)
-        """Of the gradients; infinite where the step was left out."""
+        """Norm of the gradients; infinite where the step was left out."""
         self._zero = zero
 
     def step(self) -> None:

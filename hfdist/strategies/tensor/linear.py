@@ -160,7 +160,7 @@ def _divided_lookup(module: nn.Embedding, group: dist.ProcessGroup) -> Callable[
 
     def look_up(tokens: torch.Tensor) -> torch.Tensor:
         is_elsewhere = (tokens < start) | (tokens >= stop)
-        # The class's own forward, as it may scale what it looks up.
+        # By the forward of the class, which may scale embeddings.
         values = run((tokens - start).masked_fill(is_elsewhere, 0))
         total: torch.Tensor = _Sum.apply(values.masked_fill(is_elsewhere[..., None], 0), group)
         return total

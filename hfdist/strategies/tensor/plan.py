@@ -219,7 +219,7 @@ def _resolve(
 
 
 def _is_attention(name: str) -> bool:
-    # Names such as `self_attn`, `attention` and `attn`.
+    # Names are such as `self_attn`, `attention` and `attn`.
     return "att" in name
 
 

@@ -65,7 +65,7 @@ class CheckpointFolder:
         try:
             return find_newest(self.path)
         except CheckpointError as error:
-            # It is asked for after another error, which the run raises if there is no way back.
+            # A way back is asked for after an error, which the run raises if there is none.
             if rank() == 0:
                 logger.warning("%s", error)
             return None
@@ -87,7 +87,7 @@ class CheckpointFolder:
         path = Path(str(asked))
         on_all_ranks(lambda: check_is_checkpoint(path), is_told=False)
         if not self._options.is_run:
-            # A run has verified what it gives.
+            # A run has verified its own checkpoint before.
             verify_together(path)
         return str(path)
 

@@ -34,11 +34,11 @@ from hfdist.errors import CheckpointError, HfdistError
 from hfdist.models.names.hub_names import HubNames, find_hub_names
 from hfdist.models.quantize import packed_shapes
 from hfdist.records import RunFolder
+from hfdist.trainer.checkpointing.adapter_files import adapter_pieces, has_adapter
 from hfdist.trainer.checkpointing.checkpoint_folder import CheckpointFolder
 from hfdist.trainer.checkpointing.data_progress import DataProgress
 from hfdist.trainer.checkpointing.files_beside import FilesBeside
 from hfdist.trainer.checkpointing.log_history import held_out_loss_of, newest_entries
-from hfdist.trainer.checkpointing.model_files import adapter_pieces, has_adapter
 from hfdist.trainer.checkpointing.save_log import SaveLog
 from hfdist.trainer.checkpointing.save_options import OuterState, SaveOptions
 from hfdist.trainer.checkpointing.schedule_state import restore_schedule, schedule_state
@@ -319,7 +319,7 @@ class Checkpointer:
             try:
                 state = read_checkpoint(path, self.pieces(), partial(replicas.fetch, path), self._names)
             except (CheckpointError, OSError) as error:
-                # Else each start would fail like this one.
+                # Otherwise each start would fail like this one.
                 replicas.give_up(path)
                 what, hint = "a replica in memory cannot be read", "the same command starts from the disk"
                 raise CheckpointError(what, where=str(path), found=error, hint=hint) from error

@@ -16,8 +16,9 @@ from transformers.trainer_utils import EvalLoopOutput
 from hfdist.collectives import gather_json
 from hfdist.models.routers import COUNTED
 from hfdist.strategies.engine import Batch, Forward
+from hfdist.trainer.step.convention import Convention
 from hfdist.trainer.step.forwards import evaluating
-from hfdist.trainer.step.loss import Convention, WeightedLoss
+from hfdist.trainer.step.loss import WeightedLoss
 from hfdist.trainer.step.objective import Objective
 from hfdist.trainer.training import Training
 

@@ -149,7 +149,7 @@ class NonfiniteGuard:
         own = [training.strategy.topology.data_rank, bool(torch.isfinite(trainer._tr_loss))]
         data_ranks = tuple(sorted({data_rank for data_rank, is_finite in gather_json(own) if not is_finite}))
         if training.args.fp16 and not data_ranks and self._loss_scale() > LEAST_LOSS_SCALE:
-            # It is only how the loss scale finds its limit.
+            # An overflow is how the loss scale finds its limit.
             return False
         skipped = Skipped(step=step, data_ranks=data_ranks, end_sample=training.num_samples())
         # Out of the mean loss.
@@ -168,7 +168,7 @@ class NonfiniteGuard:
         return is_too_many and self._roll_back(step, partial(too_many_skipped, training, self._counter))
 
     def _tell_watches(self) -> None:
-        # They have seen the end of the step before.
+        # Watches have seen the end of the step before.
         for watch in watches_among(self._training.callbacks):
             watch.look_ahead(self._training.control)
 
@@ -197,7 +197,7 @@ class NonfiniteGuard:
             # Before the data go back: what was kept after the checkpoint is no state of this run any more.
             moved = self._replicas.begin_line(checkpoint) or checkpoint
             if checkpoint == self._came_from:
-                # It may be gone back to once more.
+                # The run may go back to it once more.
                 self._came_from = moved
             checkpoint = moved
         self._restore(checkpoint)

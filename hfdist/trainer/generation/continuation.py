@@ -25,7 +25,7 @@ from hfdist.strategies.held import is_partitioned
 from hfdist.topology import Topology
 from hfdist.trainer.generation.limits import GenerationLimits
 from hfdist.trainer.generation.row_images import RowImages
-from hfdist.trainer.generation.score import BUDGETS, LIKELIEST, ROWS, Choice, Score, likeliest, logits_of, never
+from hfdist.trainer.generation.score import BUDGETS, LIKELIEST, ROWS, Choice, Score, leaving_out, likeliest, logits_of
 from hfdist.trainer.generation.shares import exchange
 from hfdist.trainer.generation.slots import Slots
 
@@ -63,9 +63,9 @@ def continue_rows(
     Returns:
         The new tokens of each row, the one that ended it included, on all ranks of the model replica.
     """
-    # For its error.
+    # Called for its error alone.
     limits.room()
-    score = choice.score if images is None else never(choice.score, images.tokens.ids.tolist())
+    score = choice.score if images is None else leaving_out(choice.score, images.tokens.ids.tolist())
     budgets = torch.full((len(prompts),), limits.max_new_tokens)
     needed = {ROWS: torch.arange(len(prompts)), BUDGETS: budgets, **choice.extras}
     rows = [limits.cut(prompt, budget) for prompt, budget in zip(prompts, needed[BUDGETS].tolist(), strict=True)]

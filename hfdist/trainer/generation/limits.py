@@ -56,6 +56,6 @@ def find_limits(
     most_tokens = positions if isinstance(positions, int) and positions > 0 else None
     end_ids = find_end_ids(getattr(model, "generation_config", None), tokenizer)
     limits = GenerationLimits(max_new_tokens=max_new_tokens, end_ids=end_ids, most_tokens=most_tokens, where=where)
-    # For its error.
+    # Called for its error alone.
     limits.room()
     return limits

@@ -63,7 +63,7 @@ class Drawn(NamedTuple):
     tokens: list[int]
     """The one that ended it included."""
     log_probabilities: list[float] | None
-    """Of each token, when it was drawn; None: the sampler does not record them."""
+    """Log-probability of each token when it was drawn; None: the sampler does not record them."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -11,9 +11,9 @@ import torch
 from hfdist.strategies.engine import Batch
 
 ROWS = "rows"
-"""Name among the extras of the rows' numbers, int64 of shape [rows], which are always there."""
+"""Key of the extras with the rows' numbers, int64 of shape [rows]. It is always there."""
 BUDGETS = "budgets"
-"""Name among the extras of the most new tokens of each row, int64 of shape [rows]; those of the limits without it."""
+"""Key of the extras with the most new tokens of each row, int64 of shape [rows]. Without it, limits say how many."""
 Score = Callable[[torch.Tensor, Batch, "int | torch.Tensor"], torch.Tensor]
 """(logits, extras, number of new tokens before) -> scores, of which the highest is the next token's.
 
@@ -28,7 +28,7 @@ class Choice:
 
     score: Score
     extras: Batch = field(default_factory=dict)
-    """What it needs of each row: tensors of shape [rows, ...]."""
+    """What the score needs of each row: tensors of shape [rows, ...]."""
 
 
 def likeliest(logits: torch.Tensor, extras: Batch, num_before: int | torch.Tensor) -> torch.Tensor:
@@ -46,7 +46,7 @@ def logits_of(outputs: Any) -> torch.Tensor:
     return logits
 
 
-def never(score: Score, tokens: Collection[int]) -> Score:
+def leaving_out(score: Score, tokens: Collection[int]) -> Score:
     """Give a score by which these tokens are not chosen."""
 
     def without(logits: torch.Tensor, extras: Batch, num_before: int | torch.Tensor) -> torch.Tensor:

@@ -30,7 +30,7 @@ class _Prompt(NamedTuple):
     cache: SlotCache
     row: int
     logits: torch.Tensor
-    """Of the token after it; shape [vocabulary]."""
+    """Logits of the token that follows; shape [vocabulary]."""
 
 
 class Slots:

@@ -87,7 +87,7 @@ class RoundIsland(IslandCallback):
         is_due = rounds.is_open and state.global_step >= rounds.open_step + config.overlap
         if rounds.is_open and (is_due or is_saved or state.global_step >= state.max_steps):
             self._end(state, control)
-        # It may be that of another island by now, which has exchanged.
+        # The checkpoint may be that of another island by now, which has exchanged.
         step = state.global_step
         if step <= self._outer.step:
             return
@@ -123,7 +123,7 @@ class RoundIsland(IslandCallback):
                 self._go_on_from(found, state, control)
                 if self._data_share is not None:
                     self._data_share.go_on_as(found["cursor"])
-                    # The last checkpoint counts documents that the ledger does not have any more.
+                    # The last checkpoint counts what this island had read before; the ledger does not any more.
                     control.should_save |= self._training.args.save_strategy != "no"
             if not self._rounds.rests or state.global_step >= state.max_steps:
                 break

@@ -15,7 +15,7 @@ class LeanCallbackHandler(CallbackHandler):
         self, event: str, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> TrainerControl:
         """Give the control as the callbacks leave it."""
-        # None: an event of a Trainer of the user's own.
+        # None where a Trainer of the user's own has made up the event.
         inherited = getattr(TrainerCallback, event, None)
         for callback in self.callbacks:
             method = getattr(callback, event)

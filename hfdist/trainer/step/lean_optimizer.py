@@ -26,6 +26,6 @@ def prepare_optimizer(accelerator: Accelerator, optimizer: object, device_placem
     prepared = Accelerator.prepare_optimizer(accelerator, optimizer, device_placement)
     is_plain = accelerator.distributed_type in _PLAIN and accelerator.scaler is None and not is_lomo_available()
     if is_plain and prepared is not optimizer and type(prepared) is AcceleratedOptimizer:
-        # Before a schedule wraps its method.
+        # A schedule wraps a method of it later.
         prepared.__class__ = LeanOptimizer
     return prepared

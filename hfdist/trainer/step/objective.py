@@ -24,7 +24,7 @@ from hfdist.models.loss.distillation import token_logits
 from hfdist.models.loss.lazy_logits import Reduce, reduce_token_losses
 from hfdist.strategies.engine import Batch, Forward, TrainerHooks
 from hfdist.trainer.checkpointing.save_options import OuterState
-from hfdist.trainer.step.loss import Convention, num_input_tokens
+from hfdist.trainer.step.convention import Convention, num_input_tokens
 from hfdist.trainer.training import Training
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from inspect import signature
 from typing import Any
 
@@ -22,6 +22,19 @@ from hfdist.pipeline.stage_module import preserve_state
 from hfdist.strategies.engine import Batch, TrainerHooks
 from hfdist.trainer.step.loss import WeightedLoss
 from hfdist.trainer.training import Training
+
+
+@dataclass(frozen=True)
+class _Counts:
+    """What has been counted since the last reading. Tables have rows as in `RoutingSums`."""
+
+    here: torch.Tensor
+    """Counted on this rank, and not told the others."""
+    by_all: torch.Tensor
+    """Counted by all ranks, in the steps whose loss needs it."""
+    num_steps: int
+    loss_sum: torch.Tensor
+    """Sum of the steps' losses, before they are multiplied by the coefficient."""
 
 
 class RouterLoss:
@@ -47,8 +60,6 @@ class RouterLoss:
         """Which tokens of the present forward count; None: all."""
         self._weights: torch.Tensor | None = None
         """Weight of each expert in this step's loss; None: not known yet."""
-        self._num_steps = 0
-        """Steps since the last reading."""
         self.options: dict[str, object] = {}
         """Options with which the class calls the model; empty: none, and the model needs no labels."""
 
@@ -63,19 +74,16 @@ class RouterLoss:
         self._loss = routers.loss if self._sums_targets else replace(routers.loss, coefficient=0.0)
         self._is_counting = self._is_agreed = False
         self._batches, self._counted, self._weights = [], None, None
-        self._counted_here = self._zeros(0)
-        """What this rank has counted, and not told the others; rows as in `RoutingSums`."""
-        self._counted_by_all = self._zeros(0)
-        """What all have counted since the last reading."""
-        self._num_steps, self._loss_sum = 0, torch.zeros((), device=self._training.args.device)
-        """Sum of the steps' losses since then, before they are multiplied by the coefficient."""
+        device = self._training.args.device
+        nothing = torch.zeros(routers.num_layers + 2, 0, dtype=torch.float64, device=device)
+        self._counts = _Counts(nothing, nothing, 0, torch.zeros((), device=device))
 
     def begin_step(self, batches: list[Batch]) -> None:
         """Take the micro batches of a step of this rank, and note in them which tokens count."""
         if self._routers is None:
             return
-        # Only the first is changed in place.
-        self._before = self._counted_here.clone(), self._counted_by_all, self._num_steps, self._loss_sum
+        # Routings are added to this table in place.
+        self._before = replace(self._counts, here=self._counts.here.clone())
         if not self._sums_targets:
             return
         for batch in batches:
@@ -88,15 +96,15 @@ class RouterLoss:
     def skip_step(self) -> None:
         """Leave the last step out of the figures."""
         if self._routers is not None:
-            counted_here, self._counted_by_all, self._num_steps, self._loss_sum = self._before
-            self._counted_here = _widened(counted_here, self._counted_here.shape[1])
+            self._counts = replace(self._before, here=_widened(self._before.here, self._counts.here.shape[1]))
 
     def forget(self) -> None:
         """Begin the figures anew."""
         if self._routers is not None:
-            self._counted_here = torch.zeros_like(self._counted_here)
-            self._counted_by_all = torch.zeros_like(self._counted_by_all)
-            self._num_steps, self._loss_sum = 0, torch.zeros_like(self._loss_sum)
+            here, by_all, loss_sum = map(
+                torch.zeros_like, (self._counts.here, self._counts.by_all, self._counts.loss_sum)
+            )
+            self._counts = _Counts(here, by_all, 0, loss_sum)
 
     def training(self, hooks: TrainerHooks) -> AbstractContextManager[None]:
         """Put around forward and backward of a micro batch. A collective at the first of a step."""
@@ -113,13 +121,13 @@ class RouterLoss:
             yield
         finally:
             routers.is_watching = False
-            # Of blocks that were run again in the backward.
+            # Drop the routings of blocks that were run again in the backward.
             routers.take()
 
     def _count_beforehand(self, batches: list[Batch], hooks: TrainerHooks) -> None:
         self._is_counting = True
         if batches:
-            # It may set the generators that are preserved then.
+            # Before generators are preserved, which this may set.
             self._training.engine.begin(batches[0])
         with preserve_state(self._training.engine.model):
             for batch in batches:
@@ -166,8 +174,8 @@ class RouterLoss:
         if not routings:
             return None
         if self._weights is None:
-            self._counted_here = _widened(self._counted_here, max(routing.logits.shape[-1] for routing in routings))
-            self._loss.count(routings, self._counted, RoutingSums.of(self._counted_here))
+            self._widen(max(routing.logits.shape[-1] for routing in routings))
+            self._loss.count(routings, self._counted, RoutingSums.of(self._counts.here))
         if self._is_counting or not self._loss.coefficient:
             return None
         if self._weights is None:
@@ -180,18 +188,22 @@ class RouterLoss:
         whole = self._reduce()
         totals = RoutingSums.of(whole)
         self._weights = self._loss.weights(totals)
-        self._num_steps += 1
-        self._loss_sum = self._loss_sum + self._weights @ totals.probabilities / self._loss.coefficient
-        self._counted_by_all = _widened(self._counted_by_all, whole.shape[1]) + whole
+        self._counts = replace(
+            self._counts,
+            by_all=_widened(self._counts.by_all, whole.shape[1]) + whole,
+            num_steps=self._counts.num_steps + 1,
+            loss_sum=self._counts.loss_sum + self._weights @ totals.probabilities / self._loss.coefficient,
+        )
 
     def _reduce(self) -> torch.Tensor:
         """Add up what ranks have counted; a tensor group has counted the same."""
         if not self._is_agreed and dist.is_initialized():
-            width = torch.tensor(self._counted_here.shape[1], device=self._counted_here.device)
+            width = torch.tensor(self._counts.here.shape[1], device=self._counts.here.device)
             dist.all_reduce(width, op=dist.ReduceOp.MAX)
-            self._counted_here = _widened(self._counted_here, int(width))
+            self._widen(int(width))
         self._is_agreed = True
-        whole, self._counted_here = self._counted_here, torch.zeros_like(self._counted_here)
+        whole = self._counts.here
+        self._counts = replace(self._counts, here=torch.zeros_like(whole))
         if dist.is_initialized():
             dist.all_reduce(whole)
         return whole / self._training.trainer.get_tp_size()
@@ -200,22 +212,20 @@ class RouterLoss:
         """Give figures of the steps since the last reading, for a line of metrics. A collective."""
         if self._routers is None:
             return {}
-        whole = self._counted_by_all if self._loss.coefficient else self._reduce()
+        whole = self._counts.by_all if self._loss.coefficient else self._reduce()
         counts = RoutingSums.of(whole).choices
         counts = counts[counts.sum(1) > 0]
         if not len(counts):
             return {}
         loads = counts / counts.mean(1, keepdim=True)
         figures = {"expert_load_max": loads.amax(1).mean(), "expert_load_min": loads.amin(1).mean()}
-        if self._num_steps:
-            figures["router_aux_loss"] = self._loss_sum / self._num_steps
+        if self._counts.num_steps:
+            figures["router_aux_loss"] = self._counts.loss_sum / self._counts.num_steps
         self.forget()
         return {name: float(value) for name, value in figures.items()}
 
-    def _zeros(self, num_experts: int) -> torch.Tensor:
-        assert self._routers is not None
-        shape = (self._routers.num_layers + 2, num_experts)
-        return torch.zeros(shape, dtype=torch.float64, device=self._training.args.device)
+    def _widen(self, num_experts: int) -> None:
+        self._counts = replace(self._counts, here=_widened(self._counts.here, num_experts))
 
 
 def _widened(totals: torch.Tensor, num_experts: int) -> torch.Tensor:

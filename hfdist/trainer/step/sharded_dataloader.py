@@ -22,8 +22,8 @@ from hfdist.data.packing.sequence import IGNORED
 from hfdist.models.routers import COUNTED
 from hfdist.strategies.engine import Batch
 from hfdist.topology import Topology
+from hfdist.trainer.step.convention import NUM_ROWS, ignored_like
 from hfdist.trainer.step.global_batches import Collate, GlobalBatches, Share, as_it_is
-from hfdist.trainer.step.loss import NUM_ROWS, ignored_like
 from hfdist.trainer.step.same_draws import same_on_all_ranks
 
 _COPIED = ("num_workers", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context", "generator",
@@ -160,7 +160,7 @@ class Dealing:
         if not self.is_training and loader.generator is None:
             # A loader draws a seed for its workers, also without any: not from the generator that training draws from.
             loader.generator = torch.Generator()
-        # Else it is the seed that torch has now, in a pipeline of each stage another.
+        # By default it is the seed that torch has now, which differs between the stages of a pipeline.
         accelerator.dataloader_config.data_seed = self.seed
         copied = {name: getattr(loader, name) for name in _COPIED if hasattr(loader, name)}
         if isinstance(loader.dataset, IterableDataset):

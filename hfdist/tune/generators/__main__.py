@@ -27,12 +27,12 @@ def main() -> None:
     """Serve the run of the rank that has started this process."""
     settings, policy, name = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[5]
     first_device, index, parent = int(sys.argv[3]), int(sys.argv[4]), int(sys.argv[6])
-    # The rank itself says who it is: it may have ended already.
+    # The rank tells its id: it may have ended, and this process have another parent already.
     threading.Thread(target=partial(_end_with, parent), daemon=True).start()
     # A launcher may tell all processes of a run to stop, and the ranks still have steps to end.
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
-    # Here: all of it is slow to import, the model most of all.
+    # Imported here: all of it is slow, the model most of all.
     from hfdist.tune.generators.settings import Settings
     from hfdist.tune.generators.sockets import connect
 

@@ -86,7 +86,7 @@ class Broker:
     def _run(self) -> None:
         while not self._stops.is_set():
             try:
-                # A pause only where nothing has come: a burst is taken at once.
+                # Wait only until the first message: others that have come are taken at once.
                 pause = _POLL_MILLISECONDS
                 while self._socket.poll(pause):
                     sender, *contents = self._socket.recv_multipart()
@@ -110,7 +110,7 @@ class Broker:
             self._hear(sender, name, unpack(content))
         except NotAMessageError as error:
             if name.startswith(RANK):
-                # A rank of this run, which would wait for ever.
+                # A rank of this run would wait for ever.
                 self._needed[_NOT_UNDERSTOOD] = sender, 0
                 raise PeerError(f"the broker of the generators does not understand {name}", found=str(error)) from error
             logger.warning("%s is not heard any more: %s", printable(name, _MOST_SAID), error)
@@ -160,6 +160,8 @@ class Broker:
         if given and rollback == self._rollback and version > (self._dispatcher.version or 0):
             raise NotAMessageError("there is no such version of the policy yet")
         self.num_tokens += num_tokens
+        if given:
+            self._processes.note_answers(generator)
         for number, answers in zip(numbers, given, strict=True):
             if rollback == self._rollback:
                 self._dispatcher.answer(generator, number, version, answers)

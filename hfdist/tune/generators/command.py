@@ -53,9 +53,9 @@ def _generate(arguments: list[str]) -> None:
     address, own = _read_address(values.get("join")), _read_own(values)
     wait_seconds = read_number(values, "wait_seconds", "600")
     for number in heard_signals():
-        # What was fetched into a temporary folder is removed.
+        # An exit of Python's removes the temporary folder.
         signal.signal(number, lambda *_: sys.exit(0))
-    # Here: it imports torch, which takes seconds.
+    # Imported here: with torch, which takes seconds.
     made = importlib.import_module("hfdist.tune.generators.remote").RemoteGenerator
     kept = _make_folder(values)
     parent = kept or Path(tempfile.gettempdir())

@@ -111,7 +111,7 @@ class GeneratorGate:
         self._served.close()
 
     async def _hear(self, hello: Message, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        # A socket of both families writes addresses of IPv4 so.
+        # A socket of both families writes an address of IPv4 with a prefix.
         host = str(writer.get_extra_info("peername")[0]).removeprefix("::ffff:")
         found, kind = hello.text("hfdist"), hello.text("is")
         if found != __version__:
@@ -149,7 +149,7 @@ class GeneratorGate:
             while True:
                 await own.send((await said)[:-1])
                 said = asyncio.ensure_future(read_line(reader, self._most_bytes))
-                # So that it cannot say more than is heard.
+                # A generator that speaks while it should wait is dropped: nothing would read what it says.
                 prompts = await _unless(said, own.recv())
                 if prompts == DROPPED:
                     return

@@ -8,9 +8,7 @@ An answer is used once: a line of the ledger names it. Lines of steps after a ch
 
 from __future__ import annotations
 
-import atexit
 import json
-import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -21,15 +19,12 @@ from typing import Any, cast
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, TrainerCallback, TrainerControl, TrainerState
 
 from hfdist.collectives import gather_json, on_all_ranks, on_rank_zero
-from hfdist.config.model import TokenizerConfig
 from hfdist.config.run import RunConfig
-from hfdist.config.task import NO_SERVER
 from hfdist.data.documents.examples import Example
 from hfdist.data.documents.first_examples import are_chats
 from hfdist.environments.registry import load_environment
 from hfdist.errors import PeerError
 from hfdist.messages.message import Message
-from hfdist.processes.child_python import module
 from hfdist.strategies.engine import Batch
 from hfdist.topology import Topology
 from hfdist.trainer.evaluation.evaluators import is_out_of_patience
@@ -37,18 +32,13 @@ from hfdist.trainer.generation.limits import GenerationLimits
 from hfdist.trainer.step.step_lines import StepLines
 from hfdist.trainer.training import Training
 from hfdist.tune.answer import Answer
-from hfdist.tune.generators.answer_check import AnswerCheck
 from hfdist.tune.generators.answers import ReadAnswer, read_answers, write_answers
-from hfdist.tune.generators.broker import Broker
-from hfdist.tune.generators.dispatcher import Dispatcher
+from hfdist.tune.generators.host import Host
 from hfdist.tune.generators.lookahead import Lookahead
 from hfdist.tune.generators.messages import Link, pack, unpack
-from hfdist.tune.generators.open_gates import Gates, connect_rank
+from hfdist.tune.generators.open_gates import connect_rank
 from hfdist.tune.generators.policy_files import PolicyFiles
-from hfdist.tune.generators.processes import Processes
-from hfdist.tune.generators.served_files import TOKENIZER
 from hfdist.tune.generators.settings import Settings
-from hfdist.tune.generators.sockets import make_folder, open_broker
 from hfdist.watch.heartbeat import GENERATING
 
 _Answers = dict[int, dict[str, Any]]
@@ -68,15 +58,18 @@ class Generators(TrainerCallback):
     # What `begin` sets.
     _training: Training
     _topology: Topology
+    _limits: GenerationLimits
     _ahead: Lookahead
-    _settings: Settings
     _sockets: Path
     """Folder of the broker's socket, on rank 0's machine."""
-    _processes: Processes
-    """Processes of the generators, on rank 0."""
-    # What the first step sets.
-    _link: Link
-    """This rank's connection to the broker."""
+    _rollback: int
+    """How often the run has gone back."""
+    _step: int
+    """The last step; -1: there was none."""
+    _published: int
+    """The version that was published last; -1: none."""
+    _asked: set[int]
+    """Numbers of the prompts that generators have got."""
 
     def __init__(
         self,
@@ -91,71 +84,46 @@ class Generators(TrainerCallback):
         self.ledger = StepLines(config.run.folder.rollouts_ledger.absolute())
         self._folder = config.run.folder.generators.absolute()
         self._files = PolicyFiles(self._folder / "policy")
-        self._broker: Broker | None = None
-        """Broker on rank 0, from the first step on; None elsewhere."""
-        self._gates: Gates | None = None
-        """Where other machines reach it; None as above."""
-        self._rollback, self._step, self._published = 0, -1, -1
-        """How often the run has gone back; the last step; the version that was published last."""
-        self._is_open = False
-        """Whether this rank is connected to the broker."""
-        self._asked: set[int] = set()
-        """Numbers of the prompts that generators have got."""
+        self._host: Host | None = None
+        """Broker and processes on rank 0, while a training runs; None elsewhere."""
+        self._link: Link | None = None
+        """This rank's connection to the broker; None before the first step."""
+        # Since `figures` was called last:
         self._staleness: list[int] = []
-        """Steps by which each answer was old, since the last reading."""
+        """Steps by which each answer was old."""
         self._wait_seconds = 0.0
-        self._read_seconds, self._read_tokens, self._read_thrown_away = time.monotonic(), 0, 0
 
     def begin(self, training: Training, limits: GenerationLimits) -> None:
         """Start the processes of this machine. A collective."""
-        self._training, self._topology = training, training.strategy.topology
-        self._rollback, self._step, self._published = 0, -1, -1
-        self._asked, self._is_open = set(), False
+        # What a training that has failed may have left.
+        self._end(is_end=False)
+        self._training, self._topology, self._limits = training, training.strategy.topology, limits
+        self._rollback, self._step, self._published, self._asked = 0, -1, -1, set()
         assert training.stream is not None
         self._ahead = Lookahead(training.stream, data_rank=self._topology.data_rank, data_size=self._topology.data)
-        vocabulary = cast(PreTrainedModel, training.model).config.get_text_config().vocab_size
-        self._settings = Settings(config=self._config, vocabulary=vocabulary, limits=limits)
-        if self._task.environment is not None:
-            chats = bool(are_chats(training.stream.corpus))
-            tools = list(load_environment(self._task).tools)
-            self._settings = replace(self._settings, are_chats=chats, tools=tools)
         self._sockets = Path(on_rank_zero(self._start))
 
     def _start(self) -> str:
-        sockets = make_folder()
-        atexit.register(shutil.rmtree, sockets, ignore_errors=True)
-        # What an earlier start has left, but for what its generators have printed.
-        shutil.rmtree(self._files.folder, ignore_errors=True)
-        self._folder.mkdir(parents=True, exist_ok=True)
+        vocabulary = cast(PreTrainedModel, self._training.model).config.get_text_config().vocab_size
+        settings = Settings(config=self._config, vocabulary=vocabulary, limits=self._limits)
         if self._task.environment is not None:
-            # The data's template, or a tokenizer that was trained on the data, is in no file of the model's.
-            self._tokenizer.save_pretrained(sockets / TOKENIZER)
-            own = replace(self._config.model, tokenizer=TokenizerConfig(name=str(sockets / TOKENIZER)))
-            self._settings = replace(self._settings, config=replace(self._config, model=own))
-        path = sockets / "settings.json"
-        self._settings.write(path)
-        # GPUs after those of ranks.
-        command = module(__package__, str(path), str(self._files.folder), str(self._topology.world_size))
-        are_all = self._task.generators_port is None
-        # A server has a process that speaks with it.
-        count = self._task.generators + len(self._task.server_addresses)
-        without = "task.generators=0" if self._task.server is None else NO_SERVER
-        self._processes = Processes(count, command, self._folder, are_all=are_all, without=without)
-        return str(sockets)
+            assert self._training.stream is not None
+            chats = bool(are_chats(self._training.stream.corpus))
+            settings = replace(settings, are_chats=chats, tools=list(load_environment(self._task).tools))
+        num_ranks = self._topology.world_size
+        self._host = Host(settings, self._tokenizer, self._files, self._folder, num_ranks=num_ranks)
+        return str(self._host.sockets)
 
     def on_train_end(self, args: object, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
         """End the generators."""
-        if self._broker is not None and self._gates is not None:
-            is_over = state.global_step >= state.max_steps or is_out_of_patience(state, self._config.evaluate)
-            self._gates.close(is_end=is_over)
-            self._broker.stop()
-            # That of another training counts anew.
-            self._broker, self._read_tokens, self._read_thrown_away = None, 0, 0
-        elif self._topology.is_main:
-            # A training that is over at its start.
-            self._processes.end()
-        if self._topology.is_main:
-            shutil.rmtree(self._files.folder, ignore_errors=True)
+        self._end(is_end=state.global_step >= state.max_steps or is_out_of_patience(state, self._config.evaluate))
+
+    def _end(self, *, is_end: bool) -> None:
+        if self._host is not None:
+            self._host.end(is_end=is_end)
+        if self._link is not None:
+            self._link.close()
+        self._host = self._link = None
 
     # ---- a step ----
 
@@ -171,8 +139,7 @@ class Generators(TrainerCallback):
         """
         step = self._training.state.global_step
         if step <= self._step:
-            # The run has gone back, perhaps to the step that failed: what was answered since was by weights that are no
-            # more.
+            # The run has gone back, perhaps to the step that failed. Answers since then are by weights that are gone.
             self._rollback, self._published, self._asked = self._rollback + 1, -1, set()
             self._ahead.restart()
         self._step = step
@@ -188,8 +155,7 @@ class Generators(TrainerCallback):
             own = next(items for rank, items in given if items and rank == self._topology.data_rank)
             answers = dict(own)
         self._write_down(step, sorted(line for of_rank in used for line in of_rank))
-        ends = self._settings.limits.end_ids
-        return {number: read_answers(Message(given), ends) for number, given in answers.items()}
+        return {number: read_answers(Message(given), self._limits.end_ids) for number, given in answers.items()}
 
     def _publish(self, step: int) -> None:
         """Let generators read the weights, if that is due. A collective."""
@@ -200,47 +166,31 @@ class Generators(TrainerCallback):
             is_whole = self._task.server is not None
             self._files.write(self._rollback, step, model, self._training.engine, is_whole=is_whole)
         self._published = step
-        if not self._is_open:
-            # Not before: the loader's workers are forks of a process that must have no thread yet.
-            way = on_rank_zero(self._open)
-            on_all_ranks(lambda: self._connect(way))
-            self._is_open = True
+        if self._link is None:
+            self._connect()
         if self._topology.is_main:
             self._send(kind="publish", version=step)
 
-    def _connect(self, way: list[object]) -> None:
-        self._link = connect_rank(self._topology.rank, self._sockets, way)
+    def _connect(self) -> None:
+        """Connect this rank to the broker, which opens. A collective.
 
-    def _open(self) -> list[object]:
-        """Open the broker and the gates; give the way to it from other machines, as JSON."""
-        task, limits = self._task, self._settings.limits
-        self._gates = Gates(self._settings, self._sockets, self._files)
-        self._broker = Broker(
-            open_broker(self._sockets),
-            self._processes,
-            self._files,
-            dispatcher=Dispatcher(max_staleness=task.max_staleness, answer_seconds=task.answer_seconds),
-            most_prompts=self._most_prompts,
-            check=AnswerCheck(
-                num_generations=task.num_generations,
-                max_new_tokens=limits.max_new_tokens,
-                vocabulary=self._settings.vocabulary,
-                max_turns=None if task.environment is None else task.max_turns,
-            ),
-            invitation=self._gates.invitation,
-        )
-        return self._gates.way_for_ranks
+        Not before the first step: the loader's workers are forks of a process that must have no thread yet.
+        """
+        # On rank 0 alone, which has the host.
+        way = on_rank_zero(lambda: cast(Host, self._host).open())
 
-    @property
-    def _most_prompts(self) -> int:
-        """The most prompts that one gets at once: a generator as many as a rank, a server its share of the step."""
-        train, num_servers = self._config.train, len(self._task.server_addresses)
-        return -(-train.global_batch_size // num_servers) if num_servers else train.micro_batch_size
+        def connect() -> None:
+            self._link = connect_rank(self._topology.rank, self._sockets, way)
+
+        on_all_ranks(connect)
 
     def _exchange(
         self, numbers: Sequence[int], examples: Sequence[Example], step: int, answers: _Answers
     ) -> list[list[int]]:
-        """Ask and wait, on one rank of each model replica; give number and version of all that was answered."""
+        """Ask for answers and wait for them, on one rank of each model replica; they go into `answers`.
+
+        Gives the number of each prompt that was answered, and the version of the policy that answered it.
+        """
         if not self._topology.is_first_of_replica:
             return []
         own = dict(zip(numbers, examples, strict=True))
@@ -259,7 +209,7 @@ class Generators(TrainerCallback):
             if message["rollback"] == self._rollback and message["number"] in own:
                 answers[message["number"]] = message
         used = [[number, one["version"]] for number, one in answers.items()]
-        # Of a lane that has ended.
+        # A lane of the data that has ended gives prompts without tokens.
         nothing = write_answers([Answer()] * self._task.num_generations)
         answers |= {number: nothing for number in numbers if not own[number].prompt}
         return used
@@ -282,17 +232,18 @@ class Generators(TrainerCallback):
         return prompt | {"reference": example.reference, "columns": json.dumps(example.columns)}
 
     def _send(self, **message: object) -> None:
-        with self._reaching_broker():
-            self._link.send(pack({"rollback": self._rollback, **message}))
+        with self._reaching_broker() as link:
+            link.send(pack({"rollback": self._rollback, **message}))
 
     def _hear(self) -> bytes:
-        with self._reaching_broker():
-            return self._link.recv()
+        with self._reaching_broker() as link:
+            return link.recv()
 
     @contextmanager
-    def _reaching_broker(self) -> Iterator[None]:
+    def _reaching_broker(self) -> Iterator[Link]:
+        assert self._link is not None
         try:
-            yield
+            yield self._link
         except OSError as error:
             what = f"rank {self._topology.rank} has lost the broker of the generators, on rank 0"
             raise PeerError(what, found=str(error)) from error
@@ -306,15 +257,9 @@ class Generators(TrainerCallback):
 
     def figures(self) -> dict[str, float]:
         """Give what has happened since the last call; some of it on rank 0 alone."""
-        staleness, now = self._staleness, time.monotonic()
+        staleness = self._staleness
         figures = {"answer_wait_seconds": self._wait_seconds}
         if staleness:
             figures |= {"staleness": sum(staleness) / len(staleness), "staleness_max": float(max(staleness))}
-        if self._broker is not None:
-            tokens, thrown_away = self._broker.num_tokens, self._broker.num_thrown_away
-            seconds = max(now - self._read_seconds, 1e-9)
-            figures["generator_tokens_per_second"] = (tokens - self._read_tokens) / seconds
-            figures["answers_thrown_away"] = thrown_away - self._read_thrown_away
-            self._read_tokens, self._read_thrown_away = tokens, thrown_away
-        self._staleness, self._wait_seconds, self._read_seconds = [], 0.0, now
-        return figures
+        self._staleness, self._wait_seconds = [], 0.0
+        return figures | ({} if self._host is None else self._host.figures())

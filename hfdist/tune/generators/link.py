@@ -39,7 +39,7 @@ class TcpLink:
         except BaseException:
             self.close()
             raise
-        # Answers take as long as they take.
+        # Answers may take any time.
         self._socket.settimeout(None)
         notice_loss(self._socket)
 

@@ -25,6 +25,9 @@ class Link(Protocol):
     def recv(self) -> bytes:
         """Wait for a message."""
 
+    def close(self) -> None:
+        """End the connection."""
+
 
 def pack(message: Mapping[str, object]) -> bytes:
     """Make bytes of a message, without line ends."""

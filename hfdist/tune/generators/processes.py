@@ -12,7 +12,7 @@ from hfdist.errors import ConfigError, PeerError, printable
 from hfdist.topology import without_launcher
 
 MOST_RESTARTS = 3
-"""Most restarts of each generator. What has killed it more often would kill it again."""
+"""Most restarts of a generator that gives no answers between them: what has killed it would kill it again."""
 _LAST_BYTES = 4000
 """The end of a log that is looked at for the last message."""
 
@@ -25,7 +25,7 @@ class _Generator:
     num_starts: int = 0
     process: subprocess.Popen[bytes] | None = None
     codes: list[int] = field(default_factory=list)
-    """Exit codes of earlier starts; below zero: the signal that has killed it."""
+    """Exit codes of the starts since it has last given answers; below zero: the signal that has killed it."""
 
 
 class Processes:
@@ -72,6 +72,12 @@ class Processes:
     def _name(self, index: int) -> str:
         return f"generator-{index}-{self._all[index].num_starts}"
 
+    def note_answers(self, name: str) -> None:
+        """Note that the generator of a name has given answers, if it is one of these."""
+        for index, own in enumerate(self._all):
+            if self._name(index) == name:
+                own.codes.clear()
+
     def restart_dead(self) -> list[str]:
         """Start the dead ones again, and give the names under which they were connected.
 
@@ -86,14 +92,14 @@ class Processes:
             dead.append(self._name(index))
             own.codes.append(code)
             own.process = None
-            # What is refused once is refused again.
-            if own.num_starts < MOST_RESTARTS and code != ConfigError.exit_code:
+            # A config that is refused once is refused again.
+            if len(own.codes) <= MOST_RESTARTS and code != ConfigError.exit_code:
                 own.num_starts += 1
                 self._start(index)
         if self._are_all and all(own.process is None for own in self._all):
             codes = ", ".join(str(code) for code in self._all[0].codes)
             raise PeerError(
-                "all generators have ended, each as often as it may be started",
+                "all generators have ended, again and again without an answer between",
                 where=str(self._all[0].log),
                 found=f"exit codes {codes}{_last_said(self._all[0].log)}",
                 hint=f"what this file ends with; without generators: {self._without} checkpoint.allow_changes=true",
@@ -113,6 +119,6 @@ def _last_said(log: Path) -> str:
     with log.open("rb") as file:
         file.seek(max(0, file.seek(0, os.SEEK_END) - _LAST_BYTES))
         lines = file.read().decode(errors="replace").splitlines()
-    # Its parts are indented; so are those of a traceback, before the error.
+    # Parts of a message are indented; so is a traceback before its error.
     starts = [place for place, line in enumerate(lines) if line[:1].strip()]
     return "".join(f"; {printable(line.strip())}" for line in lines[starts[-1] :]) if starts else ""

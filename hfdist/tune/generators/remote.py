@@ -128,7 +128,7 @@ class RemoteGenerator:
         places = {}
         for of in (MODEL, ADAPTER, TOKENIZER):
             if listing := files.list(of):
-                # Its own for each model: files of another one must not be found beside it.
+                # Each model has a folder of its own: files of others must not be found beside it.
                 places[of] = self._folder / f"{of}-{digest_of([write_listing(listing)])[:16]}"
                 if of == MODEL and self._own is not None:
                     places[of] = self._link_own(self._own, listing, files)

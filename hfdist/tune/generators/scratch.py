@@ -20,7 +20,7 @@ _NEW_SECONDS = 60.0
 def scratch_folder(parent: Path) -> Iterator[Path]:
     """Make a folder in another one, and remove it in the end, with those that killed processes have left there."""
     for left in parent.glob(f"{_PREFIX}*"):
-        # Of another user, or in use.
+        # A folder of another user, or one in use.
         with suppress(OSError):
             if time.time() - left.stat().st_mtime > _NEW_SECONDS:
                 _remove_unused(left)

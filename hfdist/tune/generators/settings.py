@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
-from hfdist.config.composition.complete import complete
 from hfdist.config.composition.config_text import to_values
 from hfdist.config.model import TokenizerConfig
 from hfdist.config.plain_values import from_plain
@@ -15,12 +15,21 @@ from hfdist.environments.tools import Schema
 from hfdist.messages.message import Message, read_message
 from hfdist.trainer.generation.limits import GenerationLimits
 
+_KEYS_READ = {
+    "train": ("seed", "precision", "freeze", "train_only"),
+    "data": ("sequence_length", "cache_dir", "chat", "images"),
+}
+"""What a generator reads of these groups of the config."""
+_GROUPS_READ = ("model", "adapter", "task")
+"""Groups of the config that it gets whole. What else a run has, paths most of all, means nothing elsewhere."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
     """Settings of all generators of a run."""
 
     config: RunConfig
+    """Config of the run; in a generator, the part of it that generators read, and defaults beside it."""
     vocabulary: int
     """Number of tokens that the model has."""
     limits: GenerationLimits
@@ -30,10 +39,15 @@ class Settings:
     """With an environment: JSON schemas of its tools."""
 
     def to_message(self) -> dict[str, object]:
-        """Give the settings as JSON."""
+        """Give the settings as JSON, with the part of the config that generators read."""
+        values: dict[str, Any] = to_values(self.config)
+        config = {group: values[group] for group in _GROUPS_READ}
+        config |= {group: {key: values[group][key] for key in keys} for group, keys in _KEYS_READ.items()}
+        # A file of this machine. The tokenizer that generators get has its text.
+        config["data"]["chat"]["template"] = None
         limits = asdict(self.limits) | {"end_ids": sorted(self.limits.end_ids)}
         own = {"vocabulary": self.vocabulary, "limits": limits, "are_chats": self.are_chats, "tools": self.tools}
-        return {"config": to_values(self.config), **own}
+        return {"config": config, **own}
 
     @classmethod
     def from_message(cls, message: Message) -> Settings:
@@ -41,9 +55,11 @@ class Settings:
 
         Raises:
             NotAMessageError: they are no settings.
-            ConfigError: a config that no run has. It never asks for code of the model's own.
+            ConfigError: a key that no config has, or a value that it does not take.
         """
         config: RunConfig = from_plain(RunConfig, message.mapping("config"))
+        # Whatever a message says: code runs by a command line of this machine alone.
+        config.model.trust_remote_code = False
         given = message.mapping("limits")
         ends = {f"{place}": token for place, token in enumerate(given.list("end_ids"))}
         limits = GenerationLimits(
@@ -53,7 +69,7 @@ class Settings:
             where=given.text("where"),
         )
         return cls(
-            config=complete(config),
+            config=config,
             vocabulary=message.integer("vocabulary"),
             limits=limits,
             are_chats=message.flag("are_chats"),
@@ -71,7 +87,7 @@ class Settings:
         content = path.read_bytes()
         message = read_message(content, len(content))
         made = cls.from_message(message)
-        # `to_values` leaves it out, as no config file may set it; this file is written by the run itself.
+        # No message may set it; this file is written by the run itself.
         made.config.model.trust_remote_code = message.flag("trust_remote_code")
         return made
 

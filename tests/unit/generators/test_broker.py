@@ -205,6 +205,28 @@ def test_dead_generators_start_again_and_not_for_ever(begin, tmp_path):
     assert error.where == str(tmp_path / "logs" / "0.log")
 
 
+def test_a_generator_that_answers_between_its_ends_is_always_started_again(tmp_path):
+    made = Processes(1, ["false"], tmp_path)
+    for start in range(MOST_RESTARTS + 2):
+        made.note_answers(f"generator-0-{start}")
+        # Of an earlier start, whose answers come late.
+        made.note_answers("generator-0-9")
+        assert restart(made) == [f"generator-0-{start}"]
+    for _ in range(MOST_RESTARTS - 1):
+        restart(made)
+    with pytest.raises(PeerError, match="without an answer"):
+        restart(made)
+
+
+def restart(processes):
+    """Wait for the end of a generator."""
+    deadline = time.monotonic() + SECONDS
+    while not (dead := processes.restart_dead()):
+        assert time.monotonic() < deadline
+        time.sleep(0.001)
+    return dead
+
+
 def test_a_policy_that_is_being_removed_is_not_read_in_part(tmp_path, monkeypatch):
     files, model = PolicyFiles(tmp_path), nn.ModuleDict({"a": nn.Linear(2, 2), "b": nn.Linear(2, 2)})
     for version in (1, 2):

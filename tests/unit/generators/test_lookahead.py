@@ -6,7 +6,9 @@ from types import SimpleNamespace
 from hfdist.config.data import Packing
 from hfdist.data import TokenStream
 from hfdist.tune.generators.generators import Generators
+from hfdist.tune.generators.host import Host
 from hfdist.tune.generators.lookahead import Lookahead
+from hfdist.tune.generators.sockets import connect
 from tests.unit.data.corpora import tokenizer
 from tests.unit.data.streams import memory_config, memory_corpus
 
@@ -51,8 +53,7 @@ def test_a_run_that_goes_back_to_the_step_that_failed_asks_anew():
     generators._rollback, generators._step, generators._published, generators._wait_seconds = 0, -1, -1, 0.0
     generators._publish = lambda step: None
     generators._exchange = lambda numbers, prompts, step, answers: generators._asked.update(numbers) or []
-    generators._asked, limits = set(), SimpleNamespace(end_ids=())
-    generators._settings = SimpleNamespace(limits=limits)
+    generators._asked, generators._limits = set(), SimpleNamespace(end_ids=())
     asked = []
     for state.global_step, number in ((0, 0), (1, 1), (1, 1), (2, 2)):
         generators.answer([number], [[5]])
@@ -69,16 +70,19 @@ def test_it_ends_where_the_data_end(tmp_path):
     assert list(ahead.read(0, 9)) == []
 
 
-def test_figures_of_a_second_training_begin_anew():
-    generators = Generators.__new__(Generators)
-    generators._topology, generators._files = SimpleNamespace(is_main=False), None
-    generators._gates, state = SimpleNamespace(close=lambda is_end: None), SimpleNamespace(global_step=1, max_steps=1)
-    generators._staleness, generators._wait_seconds = [], 0.0
-    generators._read_seconds, generators._read_tokens, generators._read_thrown_away = 0.0, 0, 0
-    for num_tokens, thrown_away in ((90, 2), (40, 1)):
-        broker = SimpleNamespace(num_tokens=num_tokens, num_thrown_away=thrown_away, stop=lambda: None)
-        generators._broker = broker
-        figures = generators.figures()
+def test_figures_are_of_the_time_since_the_last_ones():
+    host = Host.__new__(Host)
+    host._read = 0.0, 0, 0
+    for num_tokens, thrown_away, more in ((90, 2, 2), (100, 5, 3)):
+        host._broker = SimpleNamespace(num_tokens=num_tokens, num_thrown_away=thrown_away)
+        figures = host.figures()
+        assert figures["answers_thrown_away"] == more
         assert figures["generator_tokens_per_second"] > 0
-        assert figures["answers_thrown_away"] == thrown_away
-        generators.on_train_end(None, state, None)
+
+
+def test_the_end_of_a_training_closes_the_link(tmp_path):
+    generators, state = Generators.__new__(Generators), SimpleNamespace(global_step=1, max_steps=1)
+    generators._host, generators._link = None, (link := connect(tmp_path, "rank-0"))
+    generators.on_train_end(None, state, None)
+    assert link.closed
+    assert generators._link is None

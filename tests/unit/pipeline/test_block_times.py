@@ -4,11 +4,14 @@ from typing import ClassVar
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
-from hfdist.errors import ConfigError
+from hfdist.config.train import Precision
+from hfdist.errors import CheckpointError, ConfigError
 from hfdist.models.blocks import find_block_parts
-from hfdist.pipeline.block_times import time_blocks
+from hfdist.pipeline.block_times import time_blocks, time_blocks_of_run
+from tests.distributed.trainers import on_ranks
 from tests.zoo.models import tiny_model
 
 
@@ -25,6 +28,22 @@ class Calls(nn.Module):
 def times(model, *, halves=False):
     blocks, tokens = find_block_parts(model), torch.zeros(2, 16, dtype=torch.int64)
     return time_blocks(model, blocks, tokens, torch.device("cpu"), None, halves=halves)
+
+
+@pytest.mark.distributed
+@on_ranks(2)
+def test_a_rank_without_memory_takes_the_others_along():
+    model, is_first = tiny_model("llama", 2), dist.get_rank() == 0
+
+    def fail(*_, **__):
+        raise torch.OutOfMemoryError("no room")
+
+    if not is_first:
+        model.model.layers[1].forward = fail
+        model.model.layers[1].mlp = nn.Identity()
+    blocks = find_block_parts(model)
+    with pytest.raises(CheckpointError if is_first else torch.OutOfMemoryError, match="no room"):
+        time_blocks_of_run(model, blocks, (2, 16), Precision.fp32)
 
 
 def test_equal_blocks_cost_the_same_and_are_timed_once():

@@ -1,4 +1,4 @@
-"""The servers of a run, from `task.server*`."""
+"""The inference servers of a run, from `task.server*`: opened, asked before the run, and their failures in words."""
 
 from __future__ import annotations
 
@@ -19,11 +19,17 @@ _WHERE = "task.server_addresses"
 _KEY = r"[!-~]+"
 """What a key is: a header can hold it, and no line begins in it."""
 FAILURES = (NoAnswerError, StatusError, NotAMessageError)
-"""What a server can do besides answering."""
+"""What calls of a server raise."""
 
 
 def open_server(config: RunConfig, address: str, limits: GenerationLimits | None = None) -> Server:
-    """Make the one of an address, without limits as long as the model is not known. Nothing is sent."""
+    """Make the client of the server at an address. Nothing is sent.
+
+    Args:
+        config: config of the run.
+        address: one of `task.server_addresses`.
+        limits: of answers; None: the model is not known yet, and the server is not asked for answers.
+    """
     task, data = config.task, config.data
     if limits is None:
         request = Request(task=task, max_new_tokens=task.max_new_tokens, end_ids=[], needed_tokens=0)
@@ -36,8 +42,8 @@ def open_server(config: RunConfig, address: str, limits: GenerationLimits | None
             needed_tokens=longest if limits.most_tokens is None else min(longest, limits.most_tokens),
         )
     key = None if task.server_key_variable is None else os.environ.get(task.server_key_variable)
-    made = Vllm if task.server is InferenceServer.vllm else SGLang
-    return made(JsonClient(address, key), request)
+    kind = Vllm if task.server is InferenceServer.vllm else SGLang
+    return kind(JsonClient(address, key), request)
 
 
 def ask_servers(config: RunConfig) -> None:
@@ -57,7 +63,7 @@ def ask_servers(config: RunConfig) -> None:
             open_server(config, address).check()
         except FAILURES as error:
             raise ConfigError(
-                _what(error),
+                _describe(error),
                 where=_WHERE,
                 found=f"{address}: {error}",
                 allowed="the address of a server that runs",
@@ -69,10 +75,10 @@ def failure(address: str, error: Exception) -> HfdistError:
     """Make the error of a server that has failed while the run has used it."""
     if isinstance(error, HfdistError):
         return error
-    return PeerError(_what(error), where=_WHERE, found=f"{address}: {error}", hint="what the server has logged")
+    return PeerError(_describe(error), where=_WHERE, found=f"{address}: {error}", hint="what the server has logged")
 
 
-def _what(error: Exception) -> str:
+def _describe(error: Exception) -> str:
     if isinstance(error, NotAMessageError):
         return "the server answers what no server of this model would"
     return "the server has refused" if isinstance(error, StatusError) else "the server does not answer"

@@ -89,7 +89,7 @@ class JsonClient:
                 answer = connection.getresponse()
                 found = _read(answer, most_bytes)
             if time.monotonic() - begin >= seconds:
-                # One that does not say its length may have been cut off.
+                # An answer that does not say its length may have been cut off.
                 raise TimeoutError
         except (OSError, HTTPException) as error:
             late = time.monotonic() - begin >= seconds

@@ -62,7 +62,7 @@ class ServedGenerator:
             try:
                 self._server.load(folder, name)
             except FAILURES:
-                # It may have been removed while the server has read it.
+                # The version may have been removed while the server has read it.
                 version_files(self._policy, rollback, version)
                 raise
             self._expect(name)

@@ -27,7 +27,7 @@ class Completion(NamedTuple):
     tokens: list[int]
     """The one that ended it included."""
     log_probabilities: list[float]
-    """Of each token, when it was drawn, at `task.temperature` over all tokens."""
+    """Log-probability of each token when it was drawn, at `task.temperature` over all tokens."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -57,7 +57,7 @@ class Vllm(Server):
         # If the server fails from here on, it stays paused, and its weights have no version's name.
         self._post("/update_weight_version", {"new_version": _LOADING})
         self._post("/collective_rpc", {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}})
-        # Keys and values of prompts that older weights have read.
+        # The cache has keys and values that older weights have made.
         if self._post("/reset_prefix_cache", {}).get("success", True) is not True:
             raise NotAMessageError("the prefix cache still holds what older weights have computed")
         self._post("/update_weight_version", {"new_version": name})
