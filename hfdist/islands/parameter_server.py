@@ -16,7 +16,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from hfdist.errors import named_line
-from hfdist.islands.membership import Island, Islands
+from hfdist.islands.membership import Island, JobIslands
 from hfdist.islands.parameter_shard import ParameterShard, optimizer_of
 from hfdist.islands.shard_link import ShardLink
 from hfdist.messages.message import Message, NotAMessageError
@@ -70,7 +70,7 @@ class ParameterServer:
         NotAMessageError: a job that no island would have.
     """
 
-    def __init__(self, job: Message, islands: Islands, links: Sequence[ShardLink]) -> None:
+    def __init__(self, job: Message, islands: JobIslands, links: Sequence[ShardLink]) -> None:
         self._islands, self._end, self._say, self._links = islands.connected, islands.end, islands.say, links
         count = job.integer("islands.count", least=1)
         self._least = count if islands.least is None else islands.least

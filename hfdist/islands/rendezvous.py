@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from hfdist.errors import printable
-from hfdist.islands.membership import Island, Islands
+from hfdist.islands.membership import Island, JobIslands
 from hfdist.messages.message import Message, NotAMessageError
 
 _MOST_TIMES_OUT = 3
@@ -99,7 +99,7 @@ class Rendezvous:
         islands: of the job.
     """
 
-    def __init__(self, job: Message, islands: Islands) -> None:
+    def __init__(self, job: Message, islands: JobIslands) -> None:
         self._islands, self._end_island, self._say = islands.connected, islands.end, islands.say
         count = job.integer("islands.count", least=1)
         self._least = count if islands.least is None else islands.least

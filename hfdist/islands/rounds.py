@@ -16,7 +16,7 @@ from hfdist.config.islands import IslandsConfig
 from hfdist.data.cache import digest_of
 from hfdist.errors import NumericsError, PeerError
 from hfdist.islands.data_share import DataShare
-from hfdist.islands.handed_state import misfit, take_state, write_state
+from hfdist.islands.handed_state import find_mismatch, take_state, write_state
 from hfdist.islands.member import Participants, make_member
 from hfdist.islands.open_transport import find_own_host, open_transport
 from hfdist.islands.outer import OuterOptimizer
@@ -293,7 +293,7 @@ class Rounds:
         try:
             received = self._transport.receive(address, number, _STATE, lambda: self._member.is_aborted(number))
             header, contents = read_message(received[0] if received else b"", _MOST_HEADER_BYTES), received[1:]
-            problem = misfit(header, contents, pieces)
+            problem = find_mismatch(header, contents, pieces)
         except AbortedError:
             logger.debug("rendezvous %d is aborted", number)
         except NotAMessageError as error:

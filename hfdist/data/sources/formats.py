@@ -37,7 +37,7 @@ from hfdist.data.sources.images import COLUMNS as IMAGE_COLUMNS
 from hfdist.data.sources.images import ImageRules, WithImages, take_images
 from hfdist.data.sources.messages import (
     as_messages,
-    conversation,
+    chat_example,
     message_of,
     message_of_turn,
     messages_of,
@@ -75,14 +75,14 @@ def from_text(row: Row) -> Example:
 def _from_messages(row: Row) -> Example:
     """OpenAI's `messages`, with or without `tools`."""
     messages = list_of(row["messages"], "messages")
-    return conversation([message_of(item, f"messages[{n}]") for n, item in enumerate(messages)], row)
+    return chat_example([message_of(item, f"messages[{n}]") for n, item in enumerate(messages)], row)
 
 
 def _from_sharegpt(row: Row) -> Example:
     """ShareGPT's `conversations` of `from` and `value`."""
     items = list_of(row["conversations"], "conversations")
     messages = [message_of_turn(item, f"conversations[{n}]") for n, item in enumerate(items)]
-    return conversation(with_system(messages, row), row)
+    return chat_example(with_system(messages, row), row)
 
 
 def _from_alpaca(row: Row) -> Example:
@@ -97,7 +97,7 @@ def _from_alpaca(row: Row) -> Example:
     messages.append({"role": "user", "content": "\n".join(asked)})
     messages.append({"role": "assistant", "content": text_of(row["output"], "output")})
     whole = with_system(messages, row)
-    return conversation(whole, row) | ({"learned_from": len(whole) - 1} if row.get("history") else {})
+    return chat_example(whole, row) | ({"learned_from": len(whole) - 1} if row.get("history") else {})
 
 
 def _from_prompt(row: Row) -> Example:
@@ -111,7 +111,7 @@ def _from_prompt(row: Row) -> Example:
 def _answered(prompt: object, answer: object, row: Row) -> Example:
     """A conversation of a prompt and its answer; either may be a text."""
     asked, answers = messages_of(prompt, "user", "prompt"), messages_of(answer, "assistant", "completion")
-    return conversation([*asked, *answers], row) | {"learned_from": len(asked)}
+    return chat_example([*asked, *answers], row) | {"learned_from": len(asked)}
 
 
 def _from_preference(row: Row) -> Example:

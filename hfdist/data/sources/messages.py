@@ -7,9 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from hfdist.config.plain_values import without_nulls
 from hfdist.data.sources.images import IMAGES, PLACE, part_of
-from hfdist.data.sources.values import list_of, parsed, refuse, text_of
+from hfdist.data.sources.values import list_of, parsed, refuse, text_of, without_nulls
 
 _SPEAKERS = {
     "system": ("system",),
@@ -24,7 +23,7 @@ _CALLS = ("function_call", "tool_call")
 Message = dict[str, object]
 
 
-def conversation(messages: Sequence[Message], row: Mapping[str, object]) -> dict[str, object]:
+def chat_example(messages: Sequence[Message], row: Mapping[str, object]) -> dict[str, object]:
     """Give an example of messages, with the tools of its row."""
     if not messages:
         refuse("the conversation is empty", "messages", None, "a message or more")

@@ -37,7 +37,7 @@ _MOST_DOCUMENTS = 4096
 _ENOUGH_DOCUMENTS = 100_000
 
 
-class Packed(NamedTuple):
+class LaneSequence(NamedTuple):
     """A sequence, and where it comes from."""
 
     lane: int
@@ -86,13 +86,13 @@ class Lane:
         self._endless = None if others or first.epochs is not None else self._sequences[0]
         """The only pool's sequences, where they never end."""
 
-    def next(self, sample: int) -> Packed:
+    def next(self, sample: int) -> LaneSequence:
         """Give the lane's next sequence, number `sample` of the run; DataError: bad data, or none to train on."""
         if self._endless is not None:
-            return Packed(self._lane, 0, next(self._endless))
+            return LaneSequence(self._lane, 0, next(self._endless))
         pool = self._plan.mixture.pick(sample, self._available)
         if pool is None:
-            return Packed(self._lane, None, without_tokens(self._plan.shape.length, self._plan.shape, Place()))
+            return LaneSequence(self._lane, None, without_tokens(self._plan.shape.length, self._plan.shape, Place()))
         packed = next(self._sequences[pool])
         # Right after the last sequence, not at the next call: a lane that resumes here must pick the same pool.
         if self._plan.is_finished(pool, self._lane, packed.next_place):
@@ -100,7 +100,7 @@ class Lane:
             self._available = tuple(self._sequences)
         if pool > 0:
             packed.records["pool"] = pool
-        return Packed(self._lane, pool, packed)
+        return LaneSequence(self._lane, pool, packed)
 
 
 def open_lanes(plan: LanePlan, documents: Documents, progress: Mapping[int, Sequence[Progress]]) -> dict[int, Lane]:

@@ -42,7 +42,7 @@ from hfdist.data.packing.sequence import (
     stack_rows,
 )
 from hfdist.data.packing.windows import RULE
-from hfdist.data.stream.lane import LanePlan, Packed, SequencesInTurn, open_lanes, open_turns
+from hfdist.data.stream.lane import LanePlan, LaneSequence, SequencesInTurn, open_lanes, open_turns
 from hfdist.data.stream.ledger import Ledger
 from hfdist.data.stream.read_ahead import read_ahead
 from hfdist.data.tokenization.encoders import Encoders, check_token_sources
@@ -387,7 +387,7 @@ class TokenStream(IterableDataset[dict[str, torch.Tensor]]):
         first = self._turn + worker
         return [self.lanes[turn % len(self.lanes)] for turn in range(first, first + len(self.lanes), num_workers)]
 
-    def packed(self, worker: int, num_workers: int) -> Generator[Packed]:
+    def packed(self, worker: int, num_workers: int) -> Generator[LaneSequence]:
         """Give sequences worker, worker + num_workers, ... from here on; num_workers divides the lanes of this rank."""
         states = self._states_of_worker(worker, num_workers)
         lanes = open_lanes(self.plan, self._open_documents(), {lane: state.pools for lane, state in states.items()})
@@ -437,7 +437,7 @@ class TokenStream(IterableDataset[dict[str, torch.Tensor]]):
         self._samples += num_sequences * self._data_size * self._num_runs
         self._turn = (self._turn + num_sequences) % len(self.lanes)
 
-    def next_batch(self, packed: list[Packed]) -> dict[str, torch.Tensor]:
+    def next_batch(self, packed: list[LaneSequence]) -> dict[str, torch.Tensor]:
         """Stack sequences to a batch, and advance the cursor and the ledger."""
         for lane, pool, sequence in packed:
             if pool is not None:
@@ -523,7 +523,7 @@ class StreamLoader:
             while True:
                 yield self.dataset.next_batch([next(sequences) for _ in range(self._batch_size)])
 
-    def _sequences(self, num_workers: int) -> Generator[Packed]:
+    def _sequences(self, num_workers: int) -> Generator[LaneSequence]:
         """All sequences of this data rank, in order."""
         stream, config = self.dataset, self.dataset.config
         if num_workers == 0:
