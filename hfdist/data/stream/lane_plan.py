@@ -1,23 +1,49 @@
-"""How `data.*` becomes the plan of the lanes, and the digest of all that decides which token stands where."""
+"""The plan of the lanes, made of `data.*`, and the digest of all that decides which token stands where."""
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 
 from transformers import PreTrainedTokenizerBase
 
 from hfdist.config.data import DataConfig, Packing, TooLong
 from hfdist.data.cache import digest_of
-from hfdist.data.documents.corpus import Corpus
+from hfdist.data.documents.corpus import Corpus, Pool
+from hfdist.data.order.lane_state import Place
 from hfdist.data.order.shuffle import LaneOrder, Mixture
 from hfdist.data.packing.sequence import Shape
 from hfdist.data.packing.windows import RULE
-from hfdist.data.stream.lane import LanePlan
 from hfdist.data.tokenization.encoders import Encoders
 from hfdist.errors import ConfigError
 
 _FORMAT = 4
 """Raise it when the digest is made of other things, or in another way."""
+
+
+@dataclass(frozen=True)
+class LanePlan:
+    """What all lanes share: the order of each pool, the mixture of pools, and how sequences are packed."""
+
+    pools: Sequence[Pool]
+    orders: Sequence[LaneOrder]
+    """Order of each pool."""
+    mixture: Mixture
+    packing: Packing
+    too_long: TooLong
+    shape: Shape
+    seed: int
+
+    def is_finished(self, pool: int, lane: int, place: Place) -> bool:
+        """Whether a lane has come to the end of a pool: nothing is left of the last epoch that it may have."""
+        limit = self.pools[pool].epochs
+        return limit is not None and place[:2] >= (limit - 1, self.orders[pool].lane_length(limit - 1, lane))
+
+    @property
+    def has_even_turns(self) -> bool:
+        """Whether each sequence is the next one of one endless pool of tokens: see `open_turns`."""
+        (first, *others) = self.pools
+        return not others and first.epochs is None and first.holds_tokens and self.packing is Packing.concat
 
 
 def make_plan(

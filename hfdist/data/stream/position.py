@@ -20,8 +20,10 @@ from hfdist.data.order.cursor import Cursor
 from hfdist.data.order.lane_state import Columns, LaneState, Progress
 from hfdist.data.order.records import chain
 from hfdist.data.order.shares import Shares
-from hfdist.data.stream.lane import LanePlan, LaneSequence, SequencesInTurn
+from hfdist.data.stream.lane import LaneSequence
+from hfdist.data.stream.lane_plan import LanePlan
 from hfdist.data.stream.ledger import Ledger
+from hfdist.data.stream.many_lanes import SequencesInTurn
 from hfdist.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
