@@ -29,6 +29,7 @@ from hfdist.data.sources.index_file import (
     SUMMARY,
     Entry,
     Summary,
+    index_folder,
     integer_column,
     map_starts,
     read_files,
@@ -39,7 +40,7 @@ from hfdist.data.sources.index_file import (
 )
 from hfdist.data.sources.indexed import IndexedShards
 from hfdist.data.sources.open_file import SUFFIXES
-from hfdist.data.sources.rows import RowReader, index_folder
+from hfdist.data.sources.rows import RowReader
 from hfdist.data.sources.shards import Shards
 from hfdist.data.storage.filecache import FileCache
 from hfdist.data.storage.files import INDEX_AGAIN, DataFile, RemoteFile

@@ -11,9 +11,10 @@ from hfdist.config.data import BadRows, DataConfig, SourceKind
 from hfdist.config.override_text import in_shell
 from hfdist.data.sources.base import ContentError, FileShard
 from hfdist.data.sources.dataset import open_hub
+from hfdist.data.sources.index_file import index_folder
 from hfdist.data.sources.indexed import IndexedShards
 from hfdist.data.sources.open_file import LINES, SUFFIXES, is_one_document, open_file
-from hfdist.data.sources.rows import RowReader, index_folder
+from hfdist.data.sources.rows import RowReader
 from hfdist.data.sources.shards import OpenShards, Shards
 from hfdist.data.sources.stdlib import open_docstrings, open_standard_library
 from hfdist.data.sources.tokenfile import open_token_shards

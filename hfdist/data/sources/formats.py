@@ -24,7 +24,7 @@ format does not read follows in a line of its own: `split_columns`.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import chain, takewhile
 from typing import NamedTuple
 
@@ -65,6 +65,10 @@ class RowColumns(NamedTuple):
     optional: tuple[str, ...]
     convert: Callable[[Row], Example]
     """ContentError, without its `where`: the values are of another form."""
+
+    def fits(self, present: Collection[str]) -> bool:
+        """Whether all columns that the format needs are there."""
+        return all(name in present for name in self.needed)
 
 
 def from_text(row: Row) -> Example:

@@ -58,6 +58,11 @@ _HEADER, _METADATA, _COMPRESSION = 2, 4, 3
 _MAKE_AGAIN = "delete the folder, and make the index anew: hfdist index"
 
 
+def index_folder(section: str) -> str:
+    """Give the path of a source's index below `<run.dir>/index`: its name, or `eval_sources/` and its name."""
+    return section.removeprefix("data.").removeprefix("sources.").replace(".", "/", 1)
+
+
 @dataclass(frozen=True, kw_only=True)
 class Summary:
     """What index.json says."""

@@ -29,6 +29,7 @@ from hfdist.data.sources.index_file import (
     check_lines,
     damaged_index,
     hash_of,
+    index_folder,
     integer_column,
     map_starts,
     read_files,
@@ -36,7 +37,7 @@ from hfdist.data.sources.index_file import (
     runs_of,
 )
 from hfdist.data.sources.open_file import LINES, open_file
-from hfdist.data.sources.rows import RowReader, index_folder
+from hfdist.data.sources.rows import RowReader
 from hfdist.data.sources.shards import ShardFacts, Shards
 from hfdist.data.sources.text import MOST_DOCUMENT_BYTES
 from hfdist.data.storage.filecache import FileCache
