@@ -20,10 +20,11 @@ from typing import NamedTuple
 from hfdist.checkpoint.folder import Keep, commit, prune, remove_unfinished, temporary
 from hfdist.checkpoint.host_copy import CopySpec, HostCopy
 from hfdist.checkpoint.manifest import FORMAT, Part, write_json
+from hfdist.checkpoint.optimizer_numbers import numbers_as_json
 from hfdist.checkpoint.piece import Piece
 from hfdist.checkpoint.random_state import RandomState
 from hfdist.checkpoint.replicas import Replicas
-from hfdist.checkpoint.save_plan import MODEL_STEM, STATE_FILE, Planner, numbers_as_json
+from hfdist.checkpoint.save_plan import MODEL_STEM, STATE_FILE, Planner
 from hfdist.checkpoint.write import Contents, write_folder
 from hfdist.collectives import on_all_ranks, on_rank_zero, rank, world_size
 from hfdist.control_group import ControlGroup
