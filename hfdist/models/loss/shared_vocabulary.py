@@ -10,16 +10,13 @@ over the ranks.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from hfdist.models.loss.deferred_rows import DeferredRows
 from hfdist.models.loss.teacher_rows import Columns
-
-if TYPE_CHECKING:
-    from hfdist.models.loss.lazy_logits import Rows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +49,9 @@ def vocabulary_shard_of(head: nn.Module) -> VocabularyShard | None:
     return getattr(head, "vocabulary_shard", None)
 
 
-def losses_and_gradient(logits: torch.Tensor, rows: Rows, shard: VocabularyShard) -> tuple[torch.Tensor, torch.Tensor]:
+def losses_and_gradient(
+    logits: torch.Tensor, rows: DeferredRows, shard: VocabularyShard
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Give the losses of rows, float32 and the same on all ranks, and the gradient of their sum by this rank's logits.
 
     A collective over the group of the shard, whose ranks call it with the same targets.
@@ -76,7 +75,7 @@ def losses_and_gradient(logits: torch.Tensor, rows: Rows, shard: VocabularyShard
     return losses, gradient.to(logits.dtype)
 
 
-def _divergences(wide: torch.Tensor, rows: Rows, shard: VocabularyShard) -> tuple[torch.Tensor, torch.Tensor]:
+def _divergences(wide: torch.Tensor, rows: DeferredRows, shard: VocabularyShard) -> tuple[torch.Tensor, torch.Tensor]:
     """Each rank has what the teacher says of all tokens, and takes what belongs to its own."""
     assert rows.teacher is not None
 
@@ -92,7 +91,7 @@ def _divergences(wide: torch.Tensor, rows: Rows, shard: VocabularyShard) -> tupl
     return rows.teacher.compare(student, rows.targets != rows.ignore_index, columns)
 
 
-def _cross_entropy(wide: torch.Tensor, rows: Rows, shard: VocabularyShard) -> tuple[torch.Tensor, torch.Tensor]:
+def _cross_entropy(wide: torch.Tensor, rows: DeferredRows, shard: VocabularyShard) -> tuple[torch.Tensor, torch.Tensor]:
     """The gradient is in the place of `wide`."""
     targets = rows.targets
     is_target = targets != rows.ignore_index
