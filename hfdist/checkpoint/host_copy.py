@@ -35,7 +35,7 @@ class HostCopy:
         self._make(specs)
         if self._stream is None:
             for copy in self._copies:
-                # Else the system gives each page when it is first written, while training stands still.
+                # The system gives a page when it is first written: here, and not while training stands still.
                 copy.zero_()
 
     def _make(self, specs: Sequence[CopySpec]) -> None:
@@ -44,7 +44,7 @@ class HostCopy:
             return
         # Freed first: two would not always fit.
         self._specs, self._copies = [], []
-        # On the device of this rank, in another thread too.
+        # The stream makes this rank's device the present one, in another thread too.
         with torch.cuda.stream(self._stream):
             self._copies = _allocate(specs)
         self._specs = specs

@@ -117,7 +117,7 @@ class PlannedSave(NamedTuple):
     elements: list[torch.Tensor]
     """Live elements of each of the plan's sources."""
     numbers: Numbers
-    """Of the optimizer; equal on all ranks."""
+    """Numbers of the optimizer; equal on all ranks."""
 
 
 def regions_of(pieces: Iterable[Piece]) -> list[Region]:
@@ -191,7 +191,7 @@ class Planner:
         files, index, places = self._plan_files(spec for spec in specs.values() if not is_number(spec.key))
         trained = {name for name, _ in numbers}
         trained |= set() if self._names is None else self._names.names_of(trained)
-        # In one order on all ranks: that of the files.
+        # All ranks have one order, that of the files.
         writes = sorted((_place(segment, places), writer, segment) for writer, segment in assign_writers(segments))
         items, sources, transfers = _split_writes(writes, files, _Sources(held), trained)
         return SavePlan(

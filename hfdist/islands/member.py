@@ -84,7 +84,7 @@ class Member:
             ConfigError: it refuses this rank.
         """
         if self._connection is not None:
-            # Of earlier rendezvous. A new connection has none, and what comes with its welcome counts.
+            # Messages of earlier rendezvous do not count. A new connection has none of these, and must keep its own.
             self._connection.forget()
         deadline, is_told = time.monotonic() + self._timeout_seconds, False
         while self._connection is None or (self._ends_with is None and self._connection.is_broken.is_set()):

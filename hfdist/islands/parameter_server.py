@@ -231,7 +231,7 @@ class ParameterServer:
     # ---- the shards, one call after another, beside the beats ----
 
     def _update(self, workers: Sequence[_Worker], ready: Sequence[_Worker]) -> None:
-        # In one order, so that the same sums are made whoever has connected first.
+        # All are added in one order, so that sums are the same whoever has connected first.
         targets = {one.island: one.targets for one in sorted(workers, key=lambda worker: worker.island.index)}
         lr = self._rate_at(max(worker.step for worker in workers) - 1)
         for worker in workers:
@@ -257,7 +257,7 @@ class ParameterServer:
         step: dict[str, object] = {}
         if sum(good.values()) > 0:
             if math.isfinite(norm):
-                # As torch.nn.utils.clip_grad_norm_.
+                # torch.nn.utils.clip_grad_norm_ computes it so.
                 step = {"step": min(1.0, self._max_norm / (norm + 1e-6)), "lr": lr}
             else:
                 self._say("a step is left out: the sum of what islands have pushed is not finite")

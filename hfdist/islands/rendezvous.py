@@ -140,7 +140,7 @@ class Rendezvous:
         if len(starting) == len(candidates):
             dealt = sorted(starting)
         else:
-            # In the middle of a round each keeps what it was dealt. Who was dealt nothing gets a state at its end.
+            # In a round each island keeps the data it was dealt. One that was dealt none gets a state at its end.
             starting = [index for index in starting if index in dealt]
         self._number += 1
         if starting:

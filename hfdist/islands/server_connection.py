@@ -68,7 +68,7 @@ class ServerConnection:
         try:
             with self._lock:
                 self._socket.sendall(write_message(message, len(payload)))
-                # By parts: a time-out is for a whole call, however much it sends.
+                # It sends parts, since a time-out is for a whole call, however much that sends.
                 for start in range(0, len(payload), MOST_BYTES):
                     self._socket.sendall(payload[start : start + MOST_BYTES])
         except OSError:

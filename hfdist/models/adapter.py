@@ -103,7 +103,7 @@ def add_adapter(
     check_adapted(model, layout, where="adapter")
     if config.path is not None:
         _load(model, config.path)
-    # With PEFT, which takes a second.
+    # This imports PEFT, which takes a second.
     from hfdist.models.expert_factors import use_factors
 
     use_factors(model)
@@ -128,7 +128,7 @@ def _train_new_head(model: PreTrainedModel, peft_config: PeftConfig) -> None:
     heads = [
         name for name, child in model.named_children() if child is not base and any(True for _ in child.parameters())
     ]
-    # Not each kind of adapter has the field.
+    # Some kinds of adapters do not declare the field.
     own = getattr(peft_config, "modules_to_save", None) or ()
     setattr(peft_config, "modules_to_save", list(dict.fromkeys([*own, *heads])))  # noqa: B010
 
@@ -141,7 +141,7 @@ def inject_adapter(model: PreTrainedModel, peft_config: PeftConfig, name: str) -
     from peft import inject_adapter_in_model
 
     inject_adapter_in_model(peft_config, model, name)
-    # By this transformers' Trainer and `save_pretrained` know that there is one.
+    # This tells transformers' Trainer and `save_pretrained` that there is an adapter.
     model._hf_peft_config_loaded = True
 
 
@@ -165,13 +165,13 @@ def wrap_model(model: PreTrainedModel, peft_config: PeftConfig, *, seed: int, la
     _check_given(model, peft_config, layout)
     peft_config = copy.deepcopy(peft_config)
     if peft_config.task_type is None:
-        # By these PEFT's `AutoPeftModel` finds the class of the model; its wrapper would write them with a save.
+        # PEFT's `AutoPeftModel` finds the class of the model by these; its wrapper would write them with a save.
         owner = type(model)
         peft_config.auto_mapping = {"base_model_class": owner.__name__, "parent_library": owner.__module__}
     set_seed(seed)
     with layout.gathered(_needed_weights(model, peft_config), writes=False):
         try:
-            # As TRL has it: in ZeRO-3, DeepSpeed gathers weights of one type only.
+            # TRL does so, too: in ZeRO-3, DeepSpeed gathers weights of one type only.
             autocasts = not layout.partitions_in_constructor
             wrapped = get_peft_model(model, peft_config, NAME, autocast_adapter_dtype=autocasts)
         except (ValueError, TypeError, LookupError, RuntimeError, ImportError) as error:

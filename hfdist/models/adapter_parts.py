@@ -41,7 +41,7 @@ class Matrix(NamedTuple):
     """What LoRA gives one pair of factors, or a pair to each expert of a stack."""
 
     name: str
-    """Of its module, or of the parameter itself where that is no linear layer."""
+    """Name of its module, or of the parameter itself where that is no linear layer."""
     part: AdapterPart
     is_module: bool
     """Whether it is a linear layer, and not a parameter of another module."""
@@ -59,12 +59,12 @@ def find_matrices(model: PreTrainedModel) -> list[Matrix]:
         if module in head_modules or not _is_in_block(name) or parts.is_read_by_kernel(name):
             continue
         part = parts.part_of(name)
-        # Of some types a router is a linear layer that gives more than its product.
+        # In some types a router is a linear layer that gives more than its product.
         gives_product = part is not AdapterPart.routers or type(module).forward is nn.Linear.forward
         if isinstance(module, (nn.Linear, Conv1D)) and gives_product:
             found.append(Matrix(name, part, True))
         elif part is AdapterPart.routers or parts.is_stack(name):
-            # Of dbrx, stacks have two dimensions, and are read past the module that an adapter would be put around.
+            # dbrx has stacks of two dimensions: it reads them past the module that an adapter would be put around.
             dimensions = 2 if part is AdapterPart.routers else 3
             found += [
                 Matrix(f"{name}.{word}", part, False)
@@ -140,7 +140,7 @@ class _Parts:
     """Tells the part of a block that a module is in, by the names and classes of what it is in."""
 
     def __init__(self, model: nn.Module) -> None:
-        # Of a layer with an adapter, which has one name more, the layer within comes last and stays.
+        # A layer with an adapter has two modules of one name here: the layer within comes last, and stays.
         self._classes = {_unwrapped(name): type(module).__name__ for name, module in model.named_modules()}
         experts = [name for name in self._classes if self._is_experts(name)]
         self._mixtures = set(map(mixture_of, experts))
@@ -164,7 +164,7 @@ class _Parts:
                 # A layer has a name that says what it does for the module around it.
                 continue
             for text in (self._classes[path], word):
-                # In this order: names of classes begin with that of a type, such as RwkvFeedForward.
+                # Dense comes first: names of classes begin with that of a type, such as RwkvFeedForward.
                 if _IS_DENSE.search(text):
                     return AdapterPart.mlp
                 if _MIXES_TOKENS.search(text):

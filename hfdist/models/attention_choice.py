@@ -119,7 +119,7 @@ def find_by_documents(architecture: PreTrainedConfig, *, head: Head = Head.token
     with torch.random.fork_rng(devices=[]):
         try:
             small = shrink_to_try(architecture)
-            # As transformers itself chooses.
+            # transformers chooses its attention here.
             masked = _make(small, None, head)
             name = BY_DOCUMENTS.get(str(masked.config.get_text_config(decoder=True)._attn_implementation))
             if name is None:
@@ -134,7 +134,7 @@ def find_by_documents(architecture: PreTrainedConfig, *, head: Head = Head.token
     if not any(calls):
         return None, "the model looks for no documents in positions" if calls else _NOT_REPLACEABLE
     difference = largest_difference(expected[0], found[0], expected[1:], found[1:])
-    # Also where it is no number.
+    # A difference of NaN is none that is small.
     return (name, None) if difference <= BOUND else (None, f"a small model differs by {difference:.0e}")
 
 

@@ -41,7 +41,7 @@ def find_blocks(model: PreTrainedModel) -> nn.ModuleList:
             hint="train.compile=none or model, and a strategy without a pipeline",
         )
     candidates = [blocks for blocks in lists if len(blocks) in depths] or lists
-    # Not with most parameters: under ZeRO-3 this rank holds none of them.
+    # Modules are counted, and not parameters: under ZeRO-3 this rank holds none of them.
     return max(candidates, key=lambda blocks: sum(1 for _ in blocks.modules()))
 
 

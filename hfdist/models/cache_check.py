@@ -45,7 +45,7 @@ def find_cache_problem(
             difference = _compare(model, act)
     except Exception as error:  # whatever a model raises that cannot be made small, or split, or has no such cache
         return f"a small model of it cannot be tried: {first_line(error)}"
-    # Not the other way around: a difference of NaN is no agreement.
+    # The comparison stands this way around, since a difference of NaN is no agreement.
     return None if difference <= BOUND else f"logits differ by {difference:.0e}"
 
 

@@ -87,7 +87,7 @@ def _find_borders(
     if is_tracing(rows) or mask_function(rows, 0, columns - 1, columns).any():
         return None
     if rows.is_cuda:
-        # Before compiled blocks ask for it.
+        # The kernel is tried here, before compiled blocks ask for it.
         _try_kernel(rows.device)
     goes_on = mask_function(rows, 0, columns, columns - 1).expand(batch_size, -1)
     starts = functional.pad(~goes_on, (1, 0), value=True).flatten().nonzero().flatten()
@@ -116,7 +116,7 @@ def _attend(
     if query.shape[2] != key.shape[2]:
         raise ValueError("document attention needs queries and keys of the same tokens")
     if beneath == "sdpa" and query.is_cuda and torch.is_autocast_enabled(query.device.type):
-        # As SDPA does; autocast does not know the kernel, and rotary positions leave queries and keys in float32.
+        # SDPA casts so. Autocast does not know the kernel, and rotary positions leave queries and keys in float32.
         dtype = torch.get_autocast_dtype(query.device.type)
         query, key, value = (state.to(dtype) for state in (query, key, value))
     is_plain = beneath == "sdpa" and not more.get("dropout") and more.get("position_bias") is None
@@ -209,7 +209,7 @@ def _in_one_call(
         value = functional.pad(value, (0, size - value_size))
     of_tokens = (state.transpose(1, 2).flatten(0, 1) for state in (query, key, value))
     attend: Any = varlen_attn
-    # No document is longer than a sequence: the longest one itself would have to be read from the device.
+    # A sequence's length bounds each document's: the longest one would have to be read from the device.
     attended: torch.Tensor = attend(
         *of_tokens,
         borders,

@@ -23,7 +23,7 @@ BOUND = 1e-5
 _LENGTHS = (11, 23, 4, 17)
 """Tokens of the texts that are tried: shorter and longer than the window of a small model."""
 _FIRST_ID = 5
-"""Of the tokens that are tried: those before it may be special ones."""
+"""The smallest id of a token that is tried: smaller ones may be special."""
 _READ_AHEAD: WeakKeyDictionary[PreTrainedModel, bool] = WeakKeyDictionary()
 """Models without a head that were asked: a start asks more than once, and each time makes a small model."""
 
@@ -112,7 +112,7 @@ def check_reads_texts(architecture: PreTrainedConfig, *, head: Head, longest: in
             if architecture.is_encoder_decoder:
                 reason = "this is an encoder-decoder, which reads a text only beside a target"
             raise _refuse(architecture, head, reason) from error
-    # Also where it is no number.
+    # `not <=` is true of NaN, too.
     if not difference <= BOUND:
         reason = f"a text says something else beside longer ones: a small model differs by {difference:.0e}"
         raise _refuse(architecture, head, reason)
@@ -152,7 +152,7 @@ def _refuse(
 
 def _make_small(architecture: PreTrainedConfig, head: Head) -> PreTrainedModel:
     small = shrink(architecture)
-    # Where the code of a type that transformers does not have is.
+    # The name says where the code of a type is that transformers does not have.
     small.name_or_path = architecture.name_or_path
     text = small.get_text_config()
     if text.pad_token_id is None:

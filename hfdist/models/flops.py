@@ -58,7 +58,7 @@ def flops_per_token(config: PreTrainedConfig, size: ModelSize, sequence_length: 
     """
     text = config.get_text_config()
     num_layers = getattr(text, "num_hidden_layers", 0) or 0
-    # Of some types blocks differ, and the config of the whole refuses to give one number for them.
+    # In some types blocks differ, and the config of the whole refuses to give one number for them.
     blocks = text.per_layer_config if getattr(text, "is_heterogeneous", False) else [text] * num_layers
     attended = sum(attention_width(block) for block in blocks)
     trained = min(size.num_trained, size.num_multiplying)
@@ -67,7 +67,7 @@ def flops_per_token(config: PreTrainedConfig, size: ModelSize, sequence_length: 
 
 def attention_width(block: PreTrainedConfig) -> int:
     """Give attention heads times head size, by the config of a block or of a text model; 0: it has no heads."""
-    # Not `num_heads`: some models without attention have it for their states.
+    # `num_heads` does not count: some models without attention have it for their states.
     num_heads = first_number(block, ("num_attention_heads", "n_head"))
     if num_heads == 0:
         return 0

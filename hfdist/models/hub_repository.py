@@ -159,7 +159,7 @@ def _agrees(file: Path) -> bool:
     elif re.fullmatch(r"[0-9a-f]{40}", blob.name):
         digest = hashlib.sha1(f"blob {blob.stat().st_size}\0".encode(), usedforsecurity=False)
     else:
-        # Where the file system has no links, or a mirror of the Hub has other names.
+        # The file system has no links, or a mirror of the Hub has other names.
         return True
     with blob.open("rb") as content:
         return hashlib.file_digest(content, lambda: digest).hexdigest() == blob.name

@@ -62,14 +62,14 @@ def why_rows_mix(architecture: PreTrainedConfig, make_trial: Callable[[], tuple[
     try:
         packed, alone = make_trial()
         small = make_small(architecture)
-        # With a cache, restarting positions are not looked at.
+        # A model with a cache does not look at positions that restart.
         with without_cache(small.config):
             wanted, of_alone = _run(small, alone)
             found, of_packed = _run(small, [packed])
     except Exception as error:  # whatever a model raises on what it was not written for
         return f"a small model cannot be tried so: {first_line(error)}"
     difference = largest_difference(wanted, found, of_alone, of_packed)
-    # Also where it is no number.
+    # A difference of NaN is none that is small.
     return None if difference <= _BOUND else f"a small {architecture.model_type} differs by {difference:.0e}"
 
 

@@ -23,7 +23,7 @@ def make_once(folder: Path, write: Callable[[Path], None]) -> Path:
         return _make(folder, write)
     except OSError as error:
         if error.filename is not None and not Path(error.filename).is_relative_to(folder.parent):
-            # Of a file that `write` reads.
+            # The error is that of a file which `write` reads.
             raise
         what, hint = f"the cache cannot be written: {error.strerror or error}", "data.cache_dir=FOLDER on a larger disk"
         raise ResourceError(what, where="data.cache_dir", found=folder.parent, hint=hint) from error

@@ -39,7 +39,7 @@ class PackedStack:
     shape: tuple[int, ...]
     """Experts, and the two sides of each one's matrix."""
     dtype: torch.dtype
-    """In which it is dequantized."""
+    """The type in which it is dequantized."""
     quantization: Quantization
     levels: torch.Tensor
     """[256], what scales of 8 bits stand for: one tensor for all stacks."""
@@ -180,7 +180,7 @@ class _Product(torch.autograd.Function):
     def forward(
         ctx: Any, rows: torch.Tensor, ends: torch.Tensor, packed: torch.Tensor, stack: PackedStack, transposes: bool
     ) -> torch.Tensor:
-        # Not saved as tensors of the graph: hooks would copy them, and ranks that share weights put other memory there.
+        # They are no saved tensors of the graph: hooks would copy these, and ranks that share weights move memory.
         ctx.others = ends, packed, stack, transposes
         return stack.multiply(rows, ends, packed, transposes=transposes)
 

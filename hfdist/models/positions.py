@@ -82,7 +82,7 @@ def _agrees(
     try:
         found = _states(model, ids, mask, position_ids=rule(ids, mask, padding_id(model)))
     except IndexError:
-        # Of a rule that gives positions which the model does not have.
+        # The rule gives positions that the model does not have.
         return False
     # What a mask hides, too: a token after padding is predicted from there.
     return torch.allclose(found, wanted, rtol=1e-3, atol=1e-4 * float(wanted.abs().max()))
@@ -101,7 +101,7 @@ def counts_from_zero(model: PreTrainedModel) -> bool:
     Returns:
         True also where it cannot be asked.
     """
-    # By this name all of RoBERTa's family make theirs; most models need no trial.
+    # All of RoBERTa's family make positions by this name; most models need no trial.
     if not any(hasattr(module, "create_position_ids_from_input_ids") for module in model.modules()):
         return True
     with torch.random.fork_rng(devices=[]):

@@ -26,17 +26,17 @@ def make_of_config(config: PreTrainedConfig, head: Head) -> PreTrainedModel:
     _seed()
     own, config = head_class(head, config), copy.deepcopy(config)
     if type(config) not in own.by_config:
-        # Of a repository whose code the user trusts: its config is of that code, too.
+        # The class is code of a repository that the user trusts; its config is of that code, too.
         remote: PreTrainedModel = own.auto.from_config(config, trust_remote_code=True)
         return remote.float().eval()
     model_class = own.by_config[type(config)]
     if isinstance(model_class, tuple | list):
-        # Of a type with several classes the first one is the usual one.
+        # Where a type has several classes, the first is the usual one.
         model_class = model_class[0]
     if model_class.config_class is type(config.get_text_config()):
-        # Of a model for text and images it takes the part for text.
+        # This class takes the text part of a model for text and images.
         config = config.get_text_config()
-    # By its constructor: `from_config` would partition it under ZeRO-3.
+    # The constructor makes it, since `from_config` would partition it under ZeRO-3.
     model: PreTrainedModel = model_class(config)
     return model.float().eval()
 
@@ -52,7 +52,7 @@ def small_model(model: PreTrainedModel) -> PreTrainedModel:
     example = image_example(model)
     # The tokens of an example keep their numbers.
     config = shrink_to_try(model.config, keeps_tokens=example is not None)
-    # By its constructor: `from_config` would partition it under ZeRO-3.
+    # The constructor makes it, since `from_config` would partition it under ZeRO-3.
     small = type(model)(copy.deepcopy(config)).float().eval()
     if example is not None:
         read_images(small, unreached=(), example=example)
@@ -129,7 +129,7 @@ def keeps_documents_apart(model: PreTrainedModel) -> bool | None:
     model.eval()
     reader = token_reader(model)
     try:
-        # With a cache, restarting positions are not looked at.
+        # A model with a cache does not look at positions that restart.
         with without_cache(model.config):
             before, after = (reader(input_ids=own, position_ids=positions)[0][:, _FIRST:] for own in (ids, changed))
     except Exception:  # whatever a model raises that takes no positions, or has kernels for GPUs alone

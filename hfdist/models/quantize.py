@@ -121,7 +121,7 @@ def _quantize_experts(
     found = [(module, stacks) for module in model.modules() if (stacks := find_stacks(module))]
     if not found or not run_by_products(model):
         return
-    # With PEFT, which takes a second. It would add LoRA to the bytes.
+    # PEFT alone would add LoRA to the bytes. Its import takes a second.
     from hfdist.models.expert_factors import use_factors
 
     use_factors(model)

@@ -51,7 +51,7 @@ def checkpoint_blocks(model: PreTrainedModel, recompute: Recompute, *, offloads:
         ) from error
 
     for module in model.modules() if offloads else ():
-        # By this name transformers finds what checkpoints a block.
+        # transformers looks for this name to checkpoint a block.
         checkpoint = vars(module).get("_gradient_checkpointing_func")
         if checkpoint is not None:
             vars(module)["_gradient_checkpointing_func"] = partial(_offloading, checkpoint)
@@ -66,7 +66,7 @@ def _offloading(
 
 
 def _contexts() -> object:
-    # For one block's forward, and for its repetition.
+    # The choice holds for one block's forward, and for its repetition.
     choice = _Choice()
     beneath, repetition = create_selective_checkpoint_contexts(_policy(choice))
     watch = _Watch(beneath, choice)
@@ -152,7 +152,7 @@ def _storages(values: object) -> set[StorageWeakRef]:
 def _policy(choice: _Choice) -> Callable[..., CheckpointPolicy]:
     products: Counter[bool] = Counter()
     kept = {getattr(torch.ops.aten, name).default for name in _ATTENTION if hasattr(torch.ops.aten, name)}
-    # Of packed documents; there once its module was imported.
+    # This attention, of packed documents, is there once its module was imported.
     of_documents = getattr(torch.ops.torch_attn, "_varlen_attn", None)
     kept |= set() if of_documents is None else {of_documents.default}
     counted = {getattr(torch.ops.aten, name).default for name in _PRODUCTS}

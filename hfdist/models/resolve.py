@@ -121,7 +121,7 @@ def _find(
     is_model: bool,
 ) -> _Found:
     path = expand_user(name)
-    # Not by methods of Path: these raise an OSError for a name that is too long.
+    # Methods of Path would raise an OSError for a name that is too long.
     if name.endswith(".gguf") or os.path.exists(path) or name.startswith((".", "/", "~")):
         return _Found(_find_here(config, path, gguf_file, cache_dir=cache_dir, key=key, is_model=is_model))
     repository = Repository(name, key, cache_dir)

@@ -75,12 +75,12 @@ def _small_config(
         for name, value in fields.items()
     }
     _reconcile(small, fields)
-    # What the class works out itself, it works out from the small fields; unless it puts the old value back.
+    # The class works its derived fields out from the small ones, but for those where it puts the old value back.
     derived = _derived_fields(config, fields)
     try:
         made = _fields(make(**{name: value for name, value in small.items() if name not in derived}))
     except (TypeError, ValueError, StrictDataclassError):
-        # What it puts in their place is for a full size.
+        # The class puts values for a full size in their place.
         return make(**small)
     derived -= {name for name in derived if small[name] != fields[name] and made.get(name) == fields[name]}
     return make(**{name: value for name, value in small.items() if name not in derived})
@@ -105,7 +105,7 @@ def _derived_fields(config: PreTrainedConfig, fields: Mapping[str, object]) -> s
     make: Callable[..., PreTrainedConfig] = type(config)
     defaults = {f.name: f.default for f in dataclasses.fields(config)}
     defaults |= {name: parameter.default for name, parameter in inspect.signature(make).parameters.items()}
-    # What is None unless it is given, or no parameter at all, may be worked out.
+    # A field that is None unless it is given, or no parameter at all, may be worked out.
     candidates = {
         name
         for name, value in fields.items()
@@ -157,10 +157,10 @@ def _reconcile(small: dict[str, Any], fields: Mapping[str, Any]) -> None:
     if small.get("num_kv_shared_layers") and small.get("layer_types"):
         kinds, most = small["layer_types"], min(fields["num_kv_shared_layers"], len(small["layer_types"]) // 2)
         small["num_kv_shared_layers"] = max(n for n in range(most + 1) if set(kinds[: len(kinds) - n]) == set(kinds))
-    # Where in its period a kind of block comes.
+    # An offset says where in its period a kind of block comes.
     for name in small:
         if name.endswith("_layer_offset"):
             small[name] = fields[name] % small[name.replace("_offset", "_period")]
-    # The order of kinds, spelt as a pattern and how often it comes.
+    # These spell the order of kinds as a pattern, and how often it comes.
     if "attention_types" in small:
         small["attention_types"] = [[small["attention_layers"], 1]]

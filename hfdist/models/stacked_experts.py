@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _grouped_linear
 
 NAME = "hfdist_products"
-"""Of this way to compute experts, in the registry of transformers."""
+"""Name of this way to compute experts, in the registry of transformers."""
 DEFAULT = "grouped_mm"
 """transformers' own."""
 _FACTORS = "hfdist_factors"

@@ -61,7 +61,7 @@ def load_pretrained_tokenizer(config: ModelConfig, *, cache_dir: Path) -> PreTra
         do_apart(lambda: load()(_SAMPLE), where="model.tokenizer.name", found=folder)
     tokenizer = load()
     if tokenizer.eos_token_id is None and tokenizer.sep_token is not None:
-        # Of encoders: it is what their tokenizers put after each text.
+        # Tokenizers of encoders put this token after each text.
         tokenizer.eos_token = tokenizer.sep_token
     if tokenizer.eos_token_id is None:
         raise ConfigError(

@@ -36,7 +36,7 @@ def fit_vocabulary(architecture: PreTrainedConfig, tokenizer: PreTrainedTokenize
         found = f"{text.vocab_size} embeddings, {size} tokens"
         raise ConfigError(what, where=where, found=found, allowed=f">= {size} embeddings", hint=hint)
     if is_random:
-        # Of a model for text and images the part for text has ids of its own.
+        # In a model for text and images, the part for text has ids of its own.
         _take_special_ids(architecture, tokenizer)
         _take_special_ids(text, tokenizer)
         if architecture.is_encoder_decoder:

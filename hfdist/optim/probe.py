@@ -137,7 +137,7 @@ def _draw(group: Group) -> tuple[list[torch.Tensor], list[list[torch.Tensor]]]:
         return (torch.randn(_SHAPE, generator=generator) * scale).to(device, dtype)
 
     starts = [draw(1), draw(1)]
-    # Of several sizes, also within a tensor, so that a norm or a bound on it shows.
+    # Gradients have several sizes, also within a tensor, so that a norm or a bound on it shows.
     gradients = [[draw(10.0**step), draw(1)] for step in range(_NUM_STEPS)]
     for gradient, _ in gradients:
         gradient[: _SHAPE[0] // 2] *= 10

@@ -51,7 +51,7 @@ class ListedCheckpoint:
     files: Mapping[str, Sequence[Content]]
     """Contents of each file, by its path in the checkpoint."""
     packs: Sequence[Content] = ()
-    """Of the files that grow beside it; see `packs.py`."""
+    """Packs of the files that grow beside it; see `packs.py`."""
 
     @property
     def num_bytes(self) -> int:

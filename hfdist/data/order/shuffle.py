@@ -124,7 +124,7 @@ class LaneOrder:
                 window[:] = window[permutation(len(window), *self._key, epoch, lane, "window", start)]
         order = np.searchsorted(ends, places, side="right")
         unit = units[order]
-        # As many blocks before the unit's end as are left of the unit.
+        # The block is as far before the unit's end as this place is before the end of the unit's places.
         blocks = self._unit_ends[unit] - (ends[order] - places)
         return blocks, np.cumsum(self._sizes[blocks])
 

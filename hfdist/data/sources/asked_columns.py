@@ -54,7 +54,7 @@ class AskedColumns:
         """Whether rows become examples in canonical JSON, and not plain text."""
         return self.format is not RowFormat.text
 
-    # Read for each row.
+    # It is cached, since each row asks for it.
     @cached_property
     def forms(self) -> list[RowColumns]:
         """The formats that a row may have, in the order in which they are tried."""
@@ -153,10 +153,10 @@ class AskedColumns:
         if self.format is RowFormat.preference and any(form.fits(present) for form in FORMS.values()):
             return "hfdist sft learns from such rows; dpo and reward compare a chosen answer with a rejected one"
         if "messages" in present and missing == ["prompt", "completion"] and len(free) == 2:
-            # Messages that end with a question, and its answer.
+            # The messages end with a question, and the other column has its answer.
             return self._propose({"prompt": "messages", "completion": next(one for one in free if one != "messages")})
         if "messages" in present and missing[:1] == ["prompt"]:
-            # What is asked, and the answer that is compared: a list of messages each.
+            # The question and the answer are a list of messages each.
             return 'rows such as {"prompt": messages[:-1], "completion": messages[-1:]}'
         return self._hint_of_unknown_names(present, missing, free, is_row=is_row)
 

@@ -150,7 +150,7 @@ class BadFilePolicy:
     def __call__(self, file: DataFile, error: ContentError) -> None:
         """Raise the error with what to do, or note it."""
         if self.stops:
-            # Of one file alone, nothing would be left.
+            # If the file is the only one, nothing would be left without it.
             if not self._is_alone:
                 skip = "data.on_bad_rows=skip leaves the file out"
                 error.hint = f"{error.hint}, or {skip}" if error.hint else skip

@@ -174,7 +174,7 @@ def _from_retrieval(row: Row) -> Example:
 
 
 def _from_ranking(row: Row) -> Example:
-    """As `retrieval`."""
+    """A query and texts, as of `retrieval`, that are read together."""
     example = _from_retrieval(row)
     return {"query": example["query"], "ranked": example["documents"]}
 

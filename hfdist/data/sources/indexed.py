@@ -171,7 +171,7 @@ class IndexedShards(Shards):
 
     def _address(self, place: str) -> str:
         if not self._is_remote:
-            # As the file itself writes it.
+            # The file has its address in this form.
             return str(Path(self._root, place))
         return f"{self._root}/{place}" if place else self._path
 
@@ -228,7 +228,7 @@ class IndexedShards(Shards):
         if was is not None:
             read_contents([file], self._cache.folder)
         now = file.contents
-        # Of the others, the middle is not known.
+        # The identity of any other file says nothing of its middle.
         is_known = was is not None or is_in_identity(file)
         is_same = was is None or (now is not None and np.array_equal(now, was))
         if not (is_known and is_same) or identify(file, self._rows.key) != entry.identity:

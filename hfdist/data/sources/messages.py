@@ -98,7 +98,7 @@ def message_of_turn(item: object, part: str) -> Message:
     value = text_of(turn.get("value"), f"{part}.value")
     weight = {} if turn.get("weight") is None else {"weight": turn["weight"]}
     _check_weight(weight, part)
-    # As a row without weights.
+    # A weight of 1 says no more than none: the row is then as one without weights.
     weight = {} if weight == {"weight": 1} else weight
     if speaker not in _CALLS:
         return {"role": _ROLES[speaker], "content": value, **weight}

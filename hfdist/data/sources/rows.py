@@ -97,7 +97,7 @@ class RowReader(AskedColumns):
                     return example
                 whole = f"{example}\n{self._other_columns(form, row)}"
                 return WithImages.of(whole, example.files) if isinstance(example, WithImages) else whole
-        # Only what the row itself has, and not a name of the config.
+        # Columns count under the names that the row itself has, and not under those of the config.
         empty = [name for form in self.forms if form.fits(row) for name in form.needed if row[name] is None]
         if empty:
             return BadRow(ContentError(f"the row has no value in `{empty[0]}`", where=where, found="null"))

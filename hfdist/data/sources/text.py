@@ -164,7 +164,7 @@ class JsonLinesShard(_LinesShard):
             try:
                 self._rows.columns(kinds_of(sampled), where=self.file.url)
             except ContentError:
-                # What is no JSON says more than the columns of the rest.
+                # A row that is no JSON says more than the columns of the rest.
                 for value in objects:
                     if isinstance(value, BadRow):
                         raise value.error from None
@@ -233,7 +233,7 @@ def _line_starts(file: io.BufferedReader) -> NDArray[np.int64]:
     starts, place, line_start, is_blank = array("q"), 0, 0, True
     if file.peek().startswith(codecs.BOM_UTF8):
         place = line_start = len(file.read(len(codecs.BOM_UTF8)))
-    # In pieces, because a file may be one line that is larger than memory.
+    # It reads pieces, because a file may be one line that is larger than memory.
     while piece := file.readline(_PIECE_BYTES):
         if is_blank and not piece.isspace():
             starts.append(line_start)
@@ -267,7 +267,7 @@ class _Unpacked:
 
     def __init__(self, packed: DataFile, size_bytes: int, codec: str) -> None:
         self.url, self.size_bytes = packed.url, size_bytes
-        # Not of its address, which may be a relative path: two folders may have files of one size and time.
+        # The key holds no address, which may be a relative path: two folders may have files of one size and time.
         self.key = key_of(packed.key, "unpacked")
         self._packed, self._codec = packed, codec
 

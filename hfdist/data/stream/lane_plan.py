@@ -66,7 +66,7 @@ def make_plan(
             where="data.anneal",
             hint="TokenStream(..., global_batch_size=...)",
         )
-    # Where there is one pool only, it has no weight.
+    # A pool that is the only one has no weight.
     weights = {name: source.weight or 1.0 for name, source in config.sources.items()}
     phases = [(0, tuple(weights.get(pool.name, 1.0) for pool in corpus.pools))]
     for change in config.anneal:
@@ -101,7 +101,7 @@ def identity_of(corpus: Corpus, encoders: Encoders, config: DataConfig, global_b
         settings.append(RULE)
     tokens = encoders.digest(examples=corpus.has_examples)
     mixture = [
-        # Not the epochs: with another number of them, each document stays where it is.
+        # Epochs do not count: with another number of them, each document stays where it is.
         [[name, source.weight, None] for name, source in sorted(config.sources.items())],
         [global_batch_size, [asdict(change) for change in config.anneal]] if config.anneal else [],
     ]

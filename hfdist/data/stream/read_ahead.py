@@ -74,7 +74,7 @@ def read_ahead(
         gc.freeze()
 
     ahead = BytesAhead(num_workers, most_image_bytes)
-    # No more than half of what is read ahead, so that one item is made while another is used.
+    # An item has at most half of what is read ahead, so that one is made while another is used.
     most_in_item = 1 if one_by_one else min(max(prefetch // 2, _FIRST_ITEM), _LARGEST_ITEM)
     loader = DataLoader(
         _Worker(open_sequences, most_in_item, ahead),

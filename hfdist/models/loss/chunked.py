@@ -155,7 +155,7 @@ class ChunkedLoss:
                     _accumulate(sums[id(module.weight)], gradient.T, hidden, is_wide=self._is_wide)
                 if bias is not None and id(module.bias) in sums:
                     sums[id(module.bias)] += gradient.sum(0, dtype=torch.float32)
-                # Before the next chunk's is made, not after.
+                # It is freed before the next chunk's is made.
                 del gradient
         return losses, of_rows, [sums[id(p)] for p in parameters]
 
@@ -184,7 +184,7 @@ class ChunkedLoss:
         sums: list[torch.Tensor | None] = [None] * len(parameters)
         of_rows = torch.zeros_like(rows.hidden, dtype=torch.float32) if wants_rows else None
         losses = rows.hidden.new_zeros(len(rows.hidden), dtype=torch.float32)
-        # At least once, since gradients of no rows are zeros, and not none.
+        # The loop runs at least once, since gradients of no rows are zeros, and not None.
         for begin in range(0, max(1, len(rows.hidden)), chunk_rows):
             part = slice(begin, begin + chunk_rows)
             with torch.enable_grad():

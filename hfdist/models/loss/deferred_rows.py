@@ -46,7 +46,7 @@ class DeferringHead:
 
     module: nn.Module
     forward: Callable[..., torch.Tensor]
-    """As the model had it."""
+    """The module's own forward, as the model had it."""
     vocabulary: int
     """Logits of a row."""
     loss: SumOfLosses

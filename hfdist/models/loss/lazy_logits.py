@@ -254,7 +254,7 @@ def _with_whole(value: object, why: str) -> Any:
 def _by_row(function: Callable[..., torch.Tensor], logits: _DeferredLogits, other: object) -> Logits:
     """Apply a function of logits and something that is the same for all rows."""
     is_constant = isinstance(other, (int, float))
-    # What is trained must get its gradient, which a loss of rows would not give it.
+    # A trained tensor must get its gradient, which a loss of rows would not give it.
     if isinstance(other, torch.Tensor) and not other.requires_grad and other.ndim <= logits.ndim:
         is_constant = all(size == 1 for size in other.shape[:-1])
         other = other.flatten() if other.ndim > 1 else other
@@ -282,7 +282,7 @@ def _cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> torch.Tensor | None:
-    """As torch's, for logits by rows; None: what is asked needs them whole."""
+    """Compute torch's cross entropy of deferred logits; None: what is asked needs them whole."""
     is_simple = weight is None and size_average is None and reduce is None and reduction in ("sum", "mean")
     if not is_simple or logits.ndim != 2 or target.ndim != 1 or target.is_floating_point():
         return None

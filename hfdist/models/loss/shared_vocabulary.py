@@ -67,7 +67,7 @@ def losses_and_gradient(
             values = logits.requires_grad_()
         for step in rows.per_row:
             values = step.of_columns(shard.start, shard.stop, shard.num_rows)(values)
-    # What autograd keeps of the steps is not to be overwritten.
+    # A copy, since autograd keeps tensors of the steps, which must not be overwritten.
     wide = values.detach().to(torch.float32, copy=values is not logits)
     losses, gradient = (_cross_entropy if rows.teacher is None else _divergences)(wide, rows, shard)
     if values is not logits:

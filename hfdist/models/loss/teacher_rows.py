@@ -73,7 +73,7 @@ class TopRows(NamedTuple):
     ids: torch.Tensor
     """Shape [rows, tokens]."""
     log_probabilities: torch.Tensor
-    """Of these, and of all others together; shape [rows, tokens + 1]."""
+    """Log-probabilities of these, and of all others together; shape [rows, tokens + 1]."""
     beta: float
     """Which divergence, from 0 to 1: see `divergences_and_gradient`."""
 
