@@ -22,7 +22,8 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
-from hfdist.models.names.strides import Block, UnfollowedError, follow
+from hfdist.models.names.follow import follow
+from hfdist.models.names.strides import Block, UnfollowedError
 from hfdist.models.partitioning import whole_shape
 
 logger = logging.getLogger(__name__)
