@@ -1,4 +1,4 @@
-"""Before a model continues rows with a cache: does a small one of its class give the logits that it gives without?
+"""Whether a small model of a class gives the same logits with a cache as without one.
 
 A mistake for one family of models would be samples of another distribution, without an error.
 """

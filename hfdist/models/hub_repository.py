@@ -17,7 +17,7 @@ from huggingface_hub.errors import CachedRepoTreeNotFoundError, LocalEntryNotFou
 
 from hfdist.atomic_write import write_atomically
 from hfdist.errors import ResourceError
-from hfdist.models.hub_client import DamagedError, ask
+from hfdist.models.hub_client import DamagedError, ask_hub
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +54,7 @@ class Repository:
             return cached
 
         try:
-            snapshot = ask(action, key=self.key, name=self.name)
+            snapshot = ask_hub(action, key=self.key, name=self.name)
         except ResourceError as error:
             cached = self._cached(revision)
             if cached is None:
@@ -81,7 +81,7 @@ class Repository:
                     snapshot_download(self.name, revision=snapshot.commit, allow_patterns=names)
                 _verify_files(files, notes)
 
-        ask(action, key=self.key, name=self.name)
+        ask_hub(action, key=self.key, name=self.name)
         return folder
 
     @property

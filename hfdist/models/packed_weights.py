@@ -1,4 +1,4 @@
-"""Frozen weights that are in 4 bits: the linear layer that computes with one, and what of them is told and sent.
+"""Frozen weights in 4 bits: the linear layer that computes with one, and the shapes, scales and floats of all.
 
 The weight of a linear layer comes with a state that has its shape and its scales; a stack of experts holds its own
 scales (packed_experts.py).

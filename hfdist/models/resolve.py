@@ -38,7 +38,7 @@ class ResolvedModel:
     """The run's config of the model, with local folders as names."""
     fetch_weights: Callable[[], object] = field(default=lambda: None, repr=False)
     """Downloads the weights, unless they are here. Call it before there is a process group, in which others would wait.
-    Raises what `hub_client.ask` raises."""
+    Raises what `hub_client.ask_hub` raises."""
 
 
 def resolve_model(config: ModelConfig, *, cache_dir: Path) -> ResolvedModel:

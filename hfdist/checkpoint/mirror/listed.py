@@ -1,4 +1,4 @@
-"""A list of a mirror: of which contents the files of one checkpoint consist."""
+"""A list of a mirror: the contents that the files of one checkpoint consist of."""
 
 from __future__ import annotations
 

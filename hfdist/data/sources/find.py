@@ -1,4 +1,4 @@
-"""From a source's config to its shards, in canonical order, all checked before training, or as an index has them."""
+"""Finds the shards of a source by its config, in canonical order: checked before training, or as an index has them."""
 
 from __future__ import annotations
 
