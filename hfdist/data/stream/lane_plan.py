@@ -11,7 +11,8 @@ from hfdist.config.data import DataConfig, Packing, TooLong
 from hfdist.data.cache import digest_of
 from hfdist.data.documents.corpus import Corpus, Pool
 from hfdist.data.order.lane_state import Place
-from hfdist.data.order.shuffle import LaneOrder, Mixture
+from hfdist.data.order.mixture import Mixture
+from hfdist.data.order.shuffle import LaneOrder
 from hfdist.data.packing.sequence import Shape
 from hfdist.data.packing.windows import RULE
 from hfdist.data.tokenization.encoders import Encoders

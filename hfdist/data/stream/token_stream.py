@@ -17,7 +17,6 @@ from hfdist.data.documents.corpus import Corpus
 from hfdist.data.documents.image_reader import ImageReader
 from hfdist.data.documents.token_reader import Documents, open_token_cache
 from hfdist.data.order.records import numbers_of
-from hfdist.data.order.shuffle import workers_that_fit
 from hfdist.data.packing.packed_images import packed_row, stack_packed_rows
 from hfdist.data.packing.sequence import (
     NAMES,
@@ -259,3 +258,8 @@ class StreamLoader:
             one_by_one=stream.images is not None,
             most_image_bytes=config.images.prefetch_bytes,
         )
+
+
+def workers_that_fit(workers: int, rank_lanes: int) -> int:
+    """Largest number of workers, at most `workers`, of which each can own whole lanes of a rank."""
+    return max((n for n in range(1, workers + 1) if rank_lanes % n == 0), default=0)
