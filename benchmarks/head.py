@@ -25,7 +25,8 @@ from benchmarks.overlay import UnavailableError
 from benchmarks.rounds import medians, medians_or_reasons
 from benchmarks.table import Measure, describe_run, markdown, publish, read_options
 from hfdist.models.loss.chunked import ChunkedLoss
-from hfdist.models.loss.lazy_logits import SumOfLosses, deferring
+from hfdist.models.loss.deferred_rows import SumOfLosses
+from hfdist.models.loss.lazy_logits import deferring
 from hfdist.testing import run_ranks
 
 OURS, EAGER, COMPILED, TORCH, LIMIT = "hfdist", "eager", "torch.compile", "torch's chunks", "the three products"

@@ -80,9 +80,8 @@ MUTATIONS = [
     ),
     Mutation(
         "each rank shuffles by a seed of its own",
-        "        self.plan = _make_plan(",
-        '        config = __import__("dataclasses").replace(config, seed=config.seed + data_rank)\n'
-        "        self.plan = _make_plan(",
+        "            make_plan(corpus, tokenizer, config, global_batch_size),\n",
+        "            make_plan(corpus, tokenizer, replace(config, seed=config.seed + data_rank), global_batch_size),\n",
         f"{UNIT}/data/test_stream.py",
     ),
     Mutation(

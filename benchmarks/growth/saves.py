@@ -29,7 +29,7 @@ from hfdist.checkpoint.manifest import Manifest, Part
 from hfdist.checkpoint.piece import STEP, WEIGHT, Piece, is_number
 from hfdist.checkpoint.regions import Region, split_tensors
 from hfdist.checkpoint.safetensors_io import TensorSpec
-from hfdist.checkpoint.save_plan import Planner, SavePlan, declare
+from hfdist.checkpoint.save_plan import Planner, SavePlan, regions_of
 from hfdist.collectives import on_all_ranks
 
 BLOCKS, WIDTH, INNER_WIDTH, KEY_WIDTH, VOCABULARY = 126, 16_384, 53_248, 1_024, 128_256
@@ -171,7 +171,7 @@ class _Others:
 
     def _declare(self, rank: int, shapes: Shapes) -> list[Region]:
         """Describe it as a planner does, which asks about numbers last."""
-        return sorted(declare(self.pieces(rank, shapes)), key=lambda region: is_number(region.spec.key))
+        return sorted(regions_of(self.pieces(rank, shapes)), key=lambda region: is_number(region.spec.key))
 
     def _answers(self) -> Iterator[list[Any]]:
         """What ranks that are asked about this one's tensors answer."""

@@ -9,7 +9,7 @@ import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -18,12 +18,13 @@ from queue import SimpleQueue
 from typing import NamedTuple
 
 from hfdist.checkpoint.folder import Keep, commit, prune, remove_unfinished, temporary
-from hfdist.checkpoint.host_copy import HostCopy, Layout, layout_of
+from hfdist.checkpoint.host_copy import CopySpec, HostCopy
 from hfdist.checkpoint.manifest import FORMAT, Part, write_json
+from hfdist.checkpoint.optimizer_numbers import numbers_as_json
 from hfdist.checkpoint.piece import Piece
 from hfdist.checkpoint.random_state import RandomState
 from hfdist.checkpoint.replicas import Replicas
-from hfdist.checkpoint.save_plan import MODEL_STEM, STATE_FILE, Planner, numbers_as_json
+from hfdist.checkpoint.save_plan import MODEL_STEM, STATE_FILE, Planner
 from hfdist.checkpoint.write import Contents, write_folder
 from hfdist.collectives import on_all_ranks, on_rank_zero, rank, world_size
 from hfdist.control_group import ControlGroup
@@ -145,7 +146,7 @@ class Saver:
         if self._copy is not None:
             self.wait()
             _, elements, _ = self._planner.plan(pieces)
-            self._begin(partial(_reserve, self._copy, layout_of(elements)), is_reserving=True)
+            self._begin(partial(_reserve, self._copy, [CopySpec.of(one) for one in elements]), is_reserving=True)
 
     def save(
         self,
@@ -299,10 +300,10 @@ class Saver:
             self._thread.join(_LAST_SECONDS)
 
 
-def _reserve(copy: HostCopy, layout: Layout) -> None:
+def _reserve(copy: HostCopy, specs: Sequence[CopySpec]) -> None:
     # Whatever it is, the save meets it again, and says so; the thread must go on.
     with suppress(Exception):
-        copy.reserve(layout)
+        copy.reserve(specs)
 
 
 def _do_all(jobs: SimpleQueue[_Job | None], is_done: threading.Event) -> None:

@@ -55,7 +55,7 @@ def _unfinished_export(folder: Path) -> Path:
     for path in folder.iterdir():
         # The folder may be the user's own, with other hidden folders in it.
         if _UNFINISHED_EXPORT.fullmatch(path.name):
-            # By an export that was killed.
+            # An export that was killed has left it.
             shutil.rmtree(path, ignore_errors=True)
     return folder / f".hfdist-export-{secrets.token_hex(4)}"
 

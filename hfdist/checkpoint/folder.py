@@ -62,7 +62,7 @@ class Keep:
     def choose(self, names: Sequence[str], best: str | None) -> set[str]:
         """Give the names that stay of the whole checkpoints, which are given with the oldest first; `best` is one."""
         kept = {name for name in names if name in self.named}
-        # As many as there is room for beside them, and the newest in any case: the run goes on from it.
+        # The newest fill what room is left beside them. The last stays in any case: the run goes on from it.
         newest_first = [name for name in reversed(names) if name not in kept]
         kept |= {*newest_first[: max(self.newest - len(kept), 0)], *names[-1:]}
         if self.best and best is not None:
@@ -119,7 +119,7 @@ def sync_tree(folder: Path, leave_out: Collection[str] = ()) -> None:
     """`sync` for everything in a folder but some files, files first and the folder last."""
     left_out = {folder / name for name in leave_out}
     paths = [folder, *(path for path in folder.rglob("*") if path not in left_out)]
-    # In threads: a file system's journal takes many small files at once as fast as one.
+    # Threads pay: a file system's journal takes many small files at once as fast as one.
     with ThreadPoolExecutor(_SYNC_THREADS) as pool:
         list(pool.map(sync, [path for path in paths if path.is_file()]))
     for path in sorted((path for path in paths if path.is_dir()), reverse=True):

@@ -78,7 +78,7 @@ def directory_rank(tensor_id: TensorId, num_ranks: int) -> int:
     return zlib.crc32("/".join(tensor_id).encode()) % num_ranks
 
 
-def merge_numbers(own: Mapping[TensorId, float]) -> dict[TensorId, float]:
+def gather_numbers(own: Mapping[TensorId, float]) -> dict[TensorId, float]:
     """Give the numbers of all ranks, from this rank's. A collective.
 
     It is a `CheckpointError` on all ranks if some disagree about one.

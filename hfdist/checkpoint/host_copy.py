@@ -3,45 +3,55 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 
 _ALIGNMENT_BYTES = 64
 
-Layout = list[tuple[int, torch.dtype]]
-"""Bytes and type of each copy."""
+
+class CopySpec(NamedTuple):
+    """What the copy of a tensor takes."""
+
+    num_bytes: int
+    dtype: torch.dtype
+
+    @classmethod
+    def of(cls, live: torch.Tensor) -> CopySpec:
+        """Describe the copy of a tensor, without making it."""
+        return cls(live.nbytes, live.dtype)
 
 
 class HostCopy:
     """Copies of tensors in memory that is made once: new memory is slow."""
 
     def __init__(self) -> None:
-        self._layout: Layout = []
+        self._specs: Sequence[CopySpec] = []
         self._copies: list[torch.Tensor] = []
         self._stream = torch.cuda.Stream() if torch.cuda.is_available() else None
 
-    def reserve(self, layout: Layout) -> None:
-        """Make the memory for copies of so many bytes and such types beforehand."""
-        self._make(layout)
+    def reserve(self, specs: Sequence[CopySpec]) -> None:
+        """Make the memory for copies beforehand."""
+        self._make(specs)
         if self._stream is None:
             for copy in self._copies:
-                # Else the system gives each page when it is first written, while training stands still.
+                # The system gives a page when it is first written: here, and not while training stands still.
                 copy.zero_()
 
-    def _make(self, layout: Layout) -> None:
+    def _make(self, specs: Sequence[CopySpec]) -> None:
         """Make the memory, unless it is there."""
-        if layout == self._layout:
+        if specs == self._specs:
             return
         # Freed first: two would not always fit.
-        self._layout, self._copies = [], []
-        # On the device of this rank, in another thread too.
+        self._specs, self._copies = [], []
+        # The stream makes this rank's device the present one, in another thread too.
         with torch.cuda.stream(self._stream):
-            self._copies = _allocate(layout)
-        self._layout = layout
+            self._copies = _allocate(specs)
+        self._specs = specs
 
     def take(self, live: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Copy tensors into flat views of one buffer, over the copies that were taken before."""
-        self._make(layout_of(live))
+        self._make([CopySpec.of(elements) for elements in live])
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream())
         # A device copies what the steps so far have left. Only that is awaited: not what communicates beside.
@@ -53,14 +63,9 @@ class HostCopy:
         return self._copies
 
 
-def layout_of(live: Sequence[torch.Tensor]) -> Layout:
-    """Give what copies of tensors take."""
-    return [(elements.nbytes, elements.dtype) for elements in live]
-
-
-def _allocate(layout: Layout) -> list[torch.Tensor]:
+def _allocate(specs: Sequence[CopySpec]) -> list[torch.Tensor]:
     """Give views of one new buffer."""
-    sizes = [-(-num_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES for num_bytes, _ in layout]
+    sizes = [-(-num_bytes // _ALIGNMENT_BYTES) * _ALIGNMENT_BYTES for num_bytes, _ in specs]
     # Page-locked, so that a device copies at full speed.
     buffer = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=torch.cuda.is_available())
-    return [part[:num_bytes].view(dtype) for part, (num_bytes, dtype) in zip(buffer.split(sizes), layout, strict=True)]
+    return [part[:num_bytes].view(dtype) for part, (num_bytes, dtype) in zip(buffer.split(sizes), specs, strict=True)]

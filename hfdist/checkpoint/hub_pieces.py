@@ -12,6 +12,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from itertools import pairwise, product
+from typing import NamedTuple
 
 import torch
 
@@ -48,39 +49,91 @@ def _all_of(piece: Piece) -> tuple[Dim, ...]:
 
 def _cut(piece: Piece, block: Block, name: str, shape: tuple[int, ...]) -> Iterator[Piece]:
     """Give the parts of a piece that lie in a block."""
-    # Both are boxes in a shape of the tensor that has a dimension for each step of the block, and one for runs.
+    # Both are boxes in a grid of the tensor's elements.
     #
     #   the piece     elements 0 to 8 of experts.gate_up_proj, 16 elements    rows 0-4 of 8, columns 0-2
     #   the block     experts.0.up_proj.weight: 2 rows that are 2 elements
     #                 apart, of 2 elements, from element 4                    rows 2-4 of 8, columns 0-2
     #   the overlap   from element 4 of the view, to element 0 of the block   rows 2-4 of 8, columns 0-2
-    steps = {1, *(dim.source for dim in block.dims), *([piece.pitch] if piece.run else [])}
-    strides = sorted(steps, reverse=True)
-    sizes = [before // after for before, after in pairwise((piece.total, *strides))]
-    assert math.prod(sizes) == piece.total, (piece, block)
-    dims = {dim.source: dim for dim in _nested(block.dims, strides)}
+    grid, memory = _Grid.of(piece, block), _Memory.of(piece)
+    dims = {dim.source: dim for dim in _nested(block.dims, grid.strides)}
     block_box = [
         (first, first + dims[stride].size if stride in dims else first + 1)
-        for first, stride in zip(_indices(block.source, strides), strides, strict=True)
+        for first, stride in zip(grid.indices(block.source), grid.strides, strict=True)
     ]
-    rows = piece.view.detach().view(-1, piece.run or piece.view.numel())
-    row_pitch = piece.pitch or piece.total
-    for box in _boxes(piece, sizes, strides):
+    for box in grid.boxes(piece):
         both = zip(box, block_box, strict=True)
         overlap = [(max(low, begin), min(high, end)) for (low, high), (begin, end) in both]
         if any(low >= high for low, high in overlap):
             continue
-        target = block.target
-        first = int(rows.storage_offset()) - piece.start // row_pitch * rows.stride(0)
-        first -= piece.start % row_pitch * rows.stride(1)
-        view_dims = []
-        for (low, high), (begin, _), stride in zip(overlap, block_box, strides, strict=True):
-            distance = stride // row_pitch * rows.stride(0) if stride >= row_pitch else stride * rows.stride(1)
+        first, target, view_dims = memory.address(0), block.target, []
+        for (low, high), (begin, _), stride in zip(overlap, block_box, grid.strides, strict=True):
+            distance = memory.distance(stride)
             first += low * distance
             if stride in dims:
                 target += (low - begin) * dims[stride].target
                 view_dims.append(Dim(high - low, distance, dims[stride].target))
-        yield from _runs(replace(piece, name=name, shape=shape), rows, view_dims, first, target)
+        yield from _runs(replace(piece, name=name, shape=shape), memory.rows, view_dims, first, target)
+
+
+class _Grid(NamedTuple):
+    """A shape of a tensor with a dimension for each step of a block, and one for the runs of a piece."""
+
+    sizes: list[int]
+    strides: list[int]
+
+    @classmethod
+    def of(cls, piece: Piece, block: Block) -> _Grid:
+        steps = {1, *(dim.source for dim in block.dims), *([piece.pitch] if piece.run else [])}
+        strides = sorted(steps, reverse=True)
+        sizes = [before // after for before, after in pairwise((piece.total, *strides))]
+        assert math.prod(sizes) == piece.total, (piece, block)
+        return cls(sizes, strides)
+
+    def indices(self, element: int) -> list[int]:
+        """Give the index of an element along each dimension."""
+        indices = []
+        for stride in self.strides:
+            index, element = divmod(element, stride)
+            indices.append(index)
+        return indices
+
+    def boxes(self, piece: Piece) -> Iterator[_Box]:
+        """Cover a piece with boxes."""
+        if not piece.run:
+            yield from _cover(piece.start, piece.stop, self.sizes)
+            return
+        inner = self.strides.index(piece.pitch) + 1
+        first, column = divmod(piece.start, piece.pitch)
+        rows = _cover(first, first + piece.view.numel() // piece.run, self.sizes[:inner])
+        columns = list(_cover(column, column + piece.run, self.sizes[inner:]))
+        for of_rows, of_columns in product(rows, columns):
+            yield of_rows + of_columns
+
+
+class _Memory(NamedTuple):
+    """Where the elements of a piece are in the memory of its view, by their numbers in the tensor."""
+
+    rows: torch.Tensor
+    """The view, of shape [runs, elements of a run]."""
+    pitch: int
+    """Distance of two runs in the tensor."""
+    start: int
+    """Number of the view's first element."""
+
+    @classmethod
+    def of(cls, piece: Piece) -> _Memory:
+        rows = piece.view.detach().view(-1, piece.run or piece.view.numel())
+        return cls(rows, piece.pitch or piece.total, piece.start)
+
+    def distance(self, num_elements: int) -> int:
+        """Give how far apart two elements are in memory that are so far apart in the tensor: whole rows, or less."""
+        num_rows, num_columns = divmod(num_elements, self.pitch)
+        return num_rows * self.rows.stride(0) + num_columns * self.rows.stride(1)
+
+    def address(self, element: int) -> int:
+        """Give the offset of an element in the storage; the view need not reach it."""
+        return int(self.rows.storage_offset()) + self.distance(element) - self.distance(self.start)
 
 
 def _nested(dims: Iterable[Dim], strides: Sequence[int]) -> Iterator[Dim]:
@@ -93,28 +146,6 @@ def _nested(dims: Iterable[Dim], strides: Sequence[int]) -> Iterator[Dim]:
                 yield Dim(size // number, stride, target * number)
                 size = number
         yield Dim(size, source, target)
-
-
-def _indices(element: int, strides: Iterable[int]) -> list[int]:
-    """The index of an element along each dimension."""
-    indices = []
-    for stride in strides:
-        index, element = divmod(element, stride)
-        indices.append(index)
-    return indices
-
-
-def _boxes(piece: Piece, sizes: Sequence[int], strides: Sequence[int]) -> Iterator[_Box]:
-    """Cover a piece."""
-    if not piece.run:
-        yield from _cover(piece.start, piece.stop, sizes)
-        return
-    inner = strides.index(piece.pitch) + 1
-    first, column = divmod(piece.start, piece.pitch)
-    rows = _cover(first, first + piece.view.numel() // piece.run, sizes[:inner])
-    columns = list(_cover(column, column + piece.run, sizes[inner:]))
-    for of_rows, of_columns in product(rows, columns):
-        yield of_rows + of_columns
 
 
 def _cover(start: int, stop: int, sizes: Sequence[int]) -> Iterator[_Box]:

@@ -246,7 +246,7 @@ def inside(folder: Path, name: str) -> Path:
     It is a `DamagedError` if that leads out of the folder, or through a symbolic link, or is no name of a file.
     """
     relative = PurePosixPath(name)
-    # No file system takes longer names, and asking for one is an error as of a disk.
+    # No file system takes longer names, and to ask for one is an error like that of a broken disk.
     is_absurd = any(len(part.encode(errors="replace")) > _MAX_NAME_BYTES for part in relative.parts) or "\0" in name
     # Half of a surrogate pair is a text of JSON, and no name.
     is_absurd = is_absurd or any("\ud800" <= letter <= "\udfff" for letter in name)

@@ -144,7 +144,7 @@ def _move(folder: Path, transfers: Sequence[Transfer], group: ControlGroup | Non
             data = torch.zeros(min(_CHUNK_BYTES, part.begin + part.num_bytes - begin), dtype=torch.uint8)
             if rank() == sender:
                 try:
-                    # Of a file that has become shorter zeros are sent, whose hash is another.
+                    # If a file has become shorter, zeros are sent in place of the rest, and the hash shows it.
                     _read(folder / part.file, data.numpy().data, begin)
                 except OSError as error:
                     # The peer waits for what was announced: the failure is told when all has travelled.

@@ -16,7 +16,7 @@ from hfdist.checkpoint.manifest import read_manifest
 from hfdist.checkpoint.piece import MASTER, OPTIONAL, WEIGHT, Piece, is_number
 from hfdist.checkpoint.regions import Region
 from hfdist.checkpoint.safetensors_io import DTYPE_NAMES, DTYPES, Entry, TensorId, TensorSpec
-from hfdist.checkpoint.save_plan import declare
+from hfdist.checkpoint.save_plan import regions_of
 from hfdist.checkpoint.saved import Saved, open_saved
 from hfdist.collectives import on_all_ranks, on_rank_zero
 from hfdist.errors import CheckpointError
@@ -60,7 +60,7 @@ def read_checkpoint(
     saved = Saved.from_json(path, on_rank_zero(lambda: open_saved(path, read_manifest(path)).to_json(path)))
     reading = _Reading(saved, names)
     own: list[Region] = []
-    on_all_ranks(lambda: own.extend(reading.declare(pieces)))
+    on_all_ranks(lambda: own.extend(reading.regions_of(pieces)))
     wanted = gather_specs(own)
     left_out = {(name, key) for name, key in wanted if key.startswith(OPTIONAL)} - _usable(saved, wanted)
     if left_out:
@@ -84,11 +84,11 @@ class _Reading:
         self.tensors: list[Piece] = []
         self.numbers: list[Piece] = []
 
-    def declare(self, pieces: Iterable[Piece]) -> list[Region]:
+    def regions_of(self, pieces: Iterable[Piece]) -> list[Region]:
         """Give the regions of the wanted pieces."""
         for piece in hub_pieces(pieces, self.names):
             (self.numbers if is_number(piece.key) else self.tensors).append(piece)
-        return declare([*self.tensors, *self.numbers])
+        return regions_of([*self.tensors, *self.numbers])
 
 
 def _names_in(saved: Saved, names: HubNames | None) -> HubNames | None:

@@ -140,7 +140,7 @@ def merge_specs(declared: Iterable[Region]) -> dict[TensorId, TensorSpec]:
     for own, start, stop, run, pitch in declared:
         spec = specs.setdefault(own.id, own)
         where = "/".join(spec.id)
-        # Of numbers only the values must agree, which travel apart.
+        # The types of numbers may differ; their values, which must agree, travel apart.
         if spec != own and not (is_number(own.key) and spec.shape == own.shape):
             raise CheckpointError("the ranks disagree about a tensor", where=where, found=f"{spec} and {own}")
         if not 0 <= start <= stop <= spec.total:
@@ -240,7 +240,7 @@ def _runs(spec: TensorSpec, held: Sequence[tuple[int, Region]]) -> Iterator[Segm
             position = element
         holding[holder] += change
         if not holding[holder]:
-            # Of all ranks that a tensor has, few hold the same elements.
+            # Few of a tensor's ranks hold the same elements, so that `holding` stays small.
             del holding[holder]
 
 

@@ -179,7 +179,7 @@ class Replicas:
                 found=error.found,
                 hint="checkpoint.replicate_every=null, or a larger folder in memory for checkpoint.replicate_dir",
             ) from error
-        # Of a machine that had not come so far, the one before is there until now.
+        # The replica before stays until now, for a machine that had not come so far.
         on_all_ranks(remove_others, group)
         self.has_written = True
         return contents.plan.num_bytes

@@ -8,7 +8,6 @@ declared by rank 1:  a [3, 9)               0     3          6     9     and no 
 
 from __future__ import annotations
 
-import math
 import sys
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
@@ -23,13 +22,14 @@ from numpy.typing import NDArray
 
 from hfdist.checkpoint import safetensors_io
 from hfdist.checkpoint.columns import WINDOW_BYTES, ColumnTransfer
-from hfdist.checkpoint.holders import find_holders, merge_numbers
+from hfdist.checkpoint.holders import find_holders
 from hfdist.checkpoint.hub_pieces import hub_pieces
-from hfdist.checkpoint.piece import NUMBER, STEP, WEIGHT, Piece, is_number, view_rows
+from hfdist.checkpoint.optimizer_numbers import Numbers, common_values, merge_numbers, read_numbers
+from hfdist.checkpoint.piece import WEIGHT, Piece, is_number, view_rows
 from hfdist.checkpoint.regions import Column, Region, Segment, assign_writers
 from hfdist.checkpoint.safetensors_io import DTYPE_NAMES, DTYPES, FilePlan, TensorId, TensorSpec
 from hfdist.collectives import gather_json, on_all_ranks, rank
-from hfdist.errors import CheckpointError, NumericsError
+from hfdist.errors import CheckpointError
 from hfdist.models.names.hub_names import HubNames
 from hfdist.models.value_head import is_of_value_head
 
@@ -46,9 +46,6 @@ MAX_FILE_BYTES = 2_000_000_000
 
 MAX_MODEL_FILE_BYTES = 50_000_000_000
 """The most bytes of one file of weights: the default of `save_pretrained`."""
-
-_Numbers = dict[str, dict[str, float]]
-"""Numbers of the optimizer, such as step counts: by key, and then by parameter."""
 
 
 class WriteItem(NamedTuple):
@@ -113,7 +110,17 @@ class SavePlan:
         return sum(file.num_bytes for file in self.files.values())
 
 
-def declare(pieces: Iterable[Piece]) -> list[Region]:
+class PlannedSave(NamedTuple):
+    """A plan with what is saved by it now."""
+
+    plan: SavePlan
+    elements: list[torch.Tensor]
+    """Live elements of each of the plan's sources."""
+    numbers: Numbers
+    """Numbers of the optimizer; equal on all ranks."""
+
+
+def regions_of(pieces: Iterable[Piece]) -> list[Region]:
     """Describe pieces without their tensors. A type that safetensors does not know is a `CheckpointError`."""
     regions = []
     for piece in pieces:
@@ -144,10 +151,10 @@ class Planner:
         self._held: list[Region] = []
         """What this rank held when the plan was made."""
 
-    def plan(self, pieces: Iterable[Piece]) -> tuple[SavePlan, list[torch.Tensor], _Numbers]:
-        """Give the plan, the live elements of each of its sources, and the optimizer's numbers. A collective.
+    def plan(self, pieces: Iterable[Piece]) -> PlannedSave:
+        """Plan a save of these pieces. A collective.
 
-        The plan is the same object as before where nothing has changed. The numbers are equal on all ranks.
+        The plan is the same object as before where nothing has changed.
 
         Raises:
             CheckpointError: no rank holds some elements, or ranks contradict each other; all ranks raise it.
@@ -163,15 +170,16 @@ class Planner:
                     numbered.append(piece)
                 elif self._is_of_model(piece.name, piece.key) or not self._weights_only:
                     own.append(piece)
-            held.extend(declare([*own, *numbered]))
-            numbers.update(_read_numbers(numbered))
-            return [self._plan is not None and self._held == held, _values_of_keys(numbers)]
+            held.extend(regions_of([*own, *numbered]))
+            numbers.update(read_numbers(numbered))
+            return [self._plan is not None and self._held == held, common_values(numbers)]
 
         of_ranks = on_all_ranks(look)
         if self._plan is None or not all(is_as_before for is_as_before, _ in of_ranks):
             self._plan, self._held = self._make(held), held
         elements = [source.of(own[source.piece]) for source in self._plan.sources]
-        return self._plan, elements, _merge_numbers(self._plan.numbers, numbers, [values for _, values in of_ranks])
+        merged = merge_numbers(self._plan.numbers, numbers, [values for _, values in of_ranks])
+        return PlannedSave(self._plan, elements, merged)
 
     def _is_of_model(self, name: str, key: str) -> bool:
         """Whether it is a tensor of the files of weights: transformers leaves out what a constructor computes."""
@@ -183,7 +191,7 @@ class Planner:
         files, index, places = self._plan_files(spec for spec in specs.values() if not is_number(spec.key))
         trained = {name for name, _ in numbers}
         trained |= set() if self._names is None else self._names.names_of(trained)
-        # In one order on all ranks: that of the files.
+        # All ranks have one order, that of the files.
         writes = sorted((_place(segment, places), writer, segment) for writer, segment in assign_writers(segments))
         items, sources, transfers = _split_writes(writes, files, _Sources(held), trained)
         return SavePlan(
@@ -297,53 +305,6 @@ def _split_writes(
             end = begin + segment.region.num_bytes
             items.append(WriteItem(file, begin, end, spec.id, spec.name in trained, source))
     return items, sources.found, transfers
-
-
-def _merge_numbers(
-    ids: Iterable[TensorId], own: Mapping[TensorId, float], of_ranks: Sequence[Mapping[str, float | None]]
-) -> _Numbers:
-    """Give the numbers of all ranks. A collective where those of a key differ."""
-    of_keys: dict[str, set[float | None]] = {}
-    for key, value in (item for values in of_ranks for item in values.items()):
-        of_keys.setdefault(key, set()).add(value)
-    if all(len(values) == 1 and None not in values for values in of_keys.values()):
-        common = {key: value for key, values in of_keys.items() for value in values if value is not None}
-        merged = {(name, key): common[key] for name, key in ids}
-    else:
-        merged = merge_numbers(own)
-    numbers: _Numbers = {}
-    for (name, key), value in sorted(merged.items(), key=lambda item: (item[0][1], item[0][0])):
-        numbers.setdefault(key, {})[name] = value
-    return numbers
-
-
-def numbers_as_json(numbers: _Numbers) -> dict[str, object]:
-    """Give the step counts, and other numbers if the optimizer has some, in the form of `STATE_FILE`."""
-    others = {key.removeprefix(NUMBER): of_key for key, of_key in numbers.items() if key != STEP}
-    return {"steps": numbers.get(STEP, {})} | ({"numbers": others} if others else {})
-
-
-def _read_numbers(pieces: Sequence[Piece]) -> dict[TensorId, float]:
-    # Stacked into one read: on a GPU each read waits for everything that runs there.
-    by_kind: dict[tuple[str, torch.device], list[torch.Tensor]] = {}
-    for piece in pieces:
-        by_kind.setdefault((piece.key, piece.view.device), []).append(piece.view.detach().reshape(()))
-    read = {kind: iter(torch.stack(views).tolist()) for kind, views in by_kind.items()}
-    values = {(piece.name, piece.key): next(read[piece.key, piece.view.device]) for piece in pieces}
-    for (name, key), value in values.items():
-        # A step becomes a whole number; others may be infinite.
-        if math.isnan(value) or (key == STEP and math.isinf(value)):
-            what = f"a number of the optimizer is {'NaN' if math.isnan(value) else 'infinite'}"
-            raise NumericsError(what, where=f"{name}/{key.removeprefix(NUMBER)}")
-    return {(name, key): int(value) if key == STEP else value for (name, key), value in values.items()}
-
-
-def _values_of_keys(numbers: Mapping[TensorId, float]) -> dict[str, float | None]:
-    """Give the value that all numbers of a key have, as is usual; None: they have several."""
-    values: dict[str, float | None] = {}
-    for (_, key), value in numbers.items():
-        values[key] = value if values.get(key, value) == value else None
-    return values
 
 
 def pack_files(specs: Iterable[TensorSpec], limit_bytes: int) -> list[list[TensorSpec]]:

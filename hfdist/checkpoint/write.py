@@ -112,7 +112,7 @@ def write_folder(
     unfinished = parent / begun[0][1]
     num_bytes = plan.header_bytes + sum(begun[number][0] for number in memories.held())
     with removed_on_failure(unfinished, memories):
-        # On no other rank: where one does not see this disk, it would make a folder that nobody removes.
+        # No other rank makes it: one that does not see this disk would make a folder that nobody removes.
         on_all_ranks(lambda: _make_folder(unfinished, contents) if memories.leads else None, group, is_told=False)
         small = _parts(on_all_ranks(lay_out, group))[0]
         # Who writes no manifest, and sends nothing on, needs no hashes.

@@ -10,7 +10,7 @@ import types
 import typing
 from collections.abc import Iterable, Iterator, Mapping
 from enum import Enum
-from typing import Any, TypeVar, cast
+from typing import Any, TypeVar
 
 from hfdist.config.schema import Key, direct_keys, without_none
 from hfdist.errors import ConfigError, printable
@@ -45,16 +45,6 @@ def plain(value: object) -> Any:
         # What is resolved stays as it is: "${" in a value is text by now.
         return re.sub(r"(\\*)\$\{", lambda match: match[1] * 2 + r"\${", value)
     return value
-
-
-def without_nulls(value: T) -> T:
-    """Leave out the keys whose value is null, at every depth: tables give each object the keys of all rows."""
-    found: object = value
-    if isinstance(value, dict):
-        found = {name: without_nulls(item) for name, item in value.items() if item is not None}
-    elif isinstance(value, list):
-        found = [without_nulls(item) for item in value]
-    return cast(T, found)
 
 
 def override_value(value: object) -> str:

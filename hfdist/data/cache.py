@@ -61,7 +61,7 @@ def cached_array(path: Path, make: Callable[[], NDArray[S]], *, keep: bool = Tru
             if keep:
                 write_atomically(path, _HashedArray(found).write_to)
                 if found.nbytes > _LARGEST_LOADED_BYTES:
-                    # As the others have it: mapped, and so once in the memory of the machine.
+                    # The array is mapped, as other processes have it, and so it is in the machine's memory once.
                     found = load_array(path)
     return found
 

@@ -29,6 +29,7 @@ from hfdist.data.sources.index_file import (
     SUMMARY,
     Entry,
     Summary,
+    index_folder,
     integer_column,
     map_starts,
     read_files,
@@ -39,7 +40,7 @@ from hfdist.data.sources.index_file import (
 )
 from hfdist.data.sources.indexed import IndexedShards
 from hfdist.data.sources.open_file import SUFFIXES
-from hfdist.data.sources.rows import RowReader, index_folder
+from hfdist.data.sources.rows import RowReader
 from hfdist.data.sources.shards import Shards
 from hfdist.data.storage.filecache import FileCache
 from hfdist.data.storage.files import INDEX_AGAIN, DataFile, RemoteFile
@@ -126,7 +127,7 @@ def _places(files: Sequence[DataFile], path: str, key: str) -> dict[str, str]:
         if isinstance(file, RemoteFile) and not file.address.startswith(root):
             what, hint = "the store names a file by an address that is not below the source's", None
             if file.address.endswith(f"/{file.name}"):
-                # As the store writes it.
+                # The store itself writes the address so.
                 hint = in_shell(key, file.address.removesuffix(f"/{file.name}") + path.removeprefix(root_of(path)))
             raise ConfigError(what, where=key, found=file.url, hint=hint)
     return {file.name: file.address.removeprefix(root) if isinstance(file, RemoteFile) else file.name for file in files}

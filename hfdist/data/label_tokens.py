@@ -75,7 +75,7 @@ def to_classes(tokens: torch.Tensor, problem: ProblemType, num_labels: int) -> t
         bits: NDArray[np.uint32] = (tokens[:, 0] << 16 | tokens[:, 1]).cpu().numpy().astype(np.uint32)
         return torch.from_numpy(bits.view(np.float32)).to(tokens.device)
     classes = torch.zeros(len(tokens), num_labels + 1, device=tokens.device)
-    # What is none, and the token that is always there, go to the first column.
+    # The first column, which is dropped, takes what is no token, and the token that is always there.
     return classes.scatter(1, tokens.clamp(min=0), 1.0)[:, 1:]
 
 

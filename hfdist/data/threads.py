@@ -24,7 +24,7 @@ def thread_map(function: Callable[..., T], *columns: Sequence[object], least_chu
     is_over = threading.Event()
 
     def run(chunk: Sequence[tuple[object, ...]]) -> list[T]:
-        # Else an error would wait for whole chunks, which may be files to fetch.
+        # An error does not wait for whole chunks, which may be files to fetch.
         return [function(*item) for item in chunk if not is_over.is_set()]
 
     items = list(zip(*columns, strict=True))
@@ -38,5 +38,5 @@ def thread_map(function: Callable[..., T], *columns: Sequence[object], least_chu
             yield from results
     finally:
         is_over.set()
-        # No wait: after an error, the garbage collector may come here in one of these threads.
+        # It does not wait: after an error, the garbage collector may come here in one of these threads.
         pool.shutdown(wait=False, cancel_futures=True)

@@ -19,8 +19,8 @@ def write_state(pieces: Sequence[Piece], state: Mapping[str, object]) -> list[by
     return [json.dumps(header).encode(), *map(_bytes_of, pieces)]
 
 
-def misfit(header: Message, contents: Sequence[bytes], pieces: Sequence[Piece]) -> str | None:
-    """Say why what another island has sent cannot be taken into all pieces; None: it can."""
+def find_mismatch(header: Message, contents: Sequence[bytes], pieces: Sequence[Piece]) -> str | None:
+    """Say why the state that another island has sent does not fit these pieces; None: it does."""
     state = header.mapping("state")
     state.integer("step")
     if header.list("pieces") != [_describe(piece) for piece in pieces]:

@@ -4,67 +4,27 @@ from __future__ import annotations
 
 import logging
 import os
-import queue
 import secrets
-import socket
 import threading
 import time
 from collections.abc import Mapping
-from contextlib import suppress
-from dataclasses import dataclass
-from typing import Any
 
 from hfdist.collectives import gather_json, rank
 from hfdist.config.islands import IslandsConfig
 from hfdist.errors import ConfigError, PeerError, named_line
-from hfdist.islands.membership import BEAT_SECONDS
-from hfdist.islands.rendezvous import Arrival
-from hfdist.messages.door import SECRET, hear_answer, knock, prove
-from hfdist.messages.message import MOST_BYTES, Message, NotAMessageError, RefusedError, read_message, write_message
+from hfdist.islands.rendezvous_messages import Arrival, Participants
+from hfdist.islands.server_connection import ServerConnection
+from hfdist.messages.door import SECRET, prove
+from hfdist.messages.message import Message, NotAMessageError, RefusedError
 
 logger = logging.getLogger(__name__)
 
 _RETRY_SECONDS = 0.5
-_POLL_SECONDS = 0.2
 _HINTS = {
     SECRET: f"the same {SECRET} in the environment of all islands and of the server",
     "islands.server_shards": "hfdist serve of=HOST:29600, once for each shard but the first",
 }
 """What helps one that is refused, by the key of the refusal."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Participants:
-    """Who takes part in an exchange."""
-
-    number: int
-    members: Mapping[int, list[str]]
-    """Islands that exchange, with the addresses of their ranks; empty: nothing is exchanged."""
-    weights: Mapping[int, float]
-    """Weight of what each island has learned, in the mean of all, by the island's index."""
-    resting: list[int]
-    """Islands that do not train in the next round."""
-    there: list[int]
-    """Islands that take part in the round that follows."""
-    sources: Mapping[int, tuple[int, list[str]]]
-    """The island that gives its state, and the addresses of the island that gets it, by the index of that one."""
-
-    def island_of(self, address: str, rank: int) -> int:
-        """Give the member whose rank has an address."""
-        return next(index for index, addresses in self.members.items() if addresses[rank] == address)
-
-    @classmethod
-    def from_json(cls, value: Mapping[str, Any]) -> Participants:
-        """Read what `Member.arrive` has given."""
-        addresses = {int(index): list(own) for index, own in value["addresses"].items()}
-        return cls(
-            number=int(value["round"]),
-            members={int(index): addresses[int(index)] for index in value["members"]},
-            weights={int(index): float(weight) for index, weight in value["weights"].items()},
-            resting=[int(index) for index in value["resting"]],
-            there=[int(index) for index in value["there"]],
-            sources={int(index): (int(source), addresses[int(index)]) for index, source in value["sources"].items()},
-        )
 
 
 def make_member(config: IslandsConfig, job: Mapping[str, object], addresses: list[str]) -> Member:
@@ -99,7 +59,7 @@ class Member:
         self._address, self._secret = (host.strip("[]"), int(port)), secret
         self._hello, self._more = dict(hello), dict(more)
         self._timeout_seconds = timeout_seconds
-        self._connection: _Connection | None = None
+        self._connection: ServerConnection | None = None
         self._ends_with: Member | None = None
         self.nonce = ""
         """Nonce of the server; it marks what islands send each other."""
@@ -124,7 +84,7 @@ class Member:
             ConfigError: it refuses this rank.
         """
         if self._connection is not None:
-            # Of earlier rendezvous. A new connection has none, and what comes with its welcome counts.
+            # Messages of earlier rendezvous do not count. A new connection has none of these, and must keep its own.
             self._connection.forget()
         deadline, is_told = time.monotonic() + self._timeout_seconds, False
         while self._connection is None or (self._ends_with is None and self._connection.is_broken.is_set()):
@@ -154,7 +114,7 @@ class Member:
             time.sleep(_RETRY_SECONDS)
 
     def _open(self) -> None:
-        self._connection = _Connection(
+        self._connection = ServerConnection(
             self._address, self._secret, self._hello, self._more, self._timeout_seconds, self._is_broken()
         )
         # Whoever only sees what travels does not know it.
@@ -251,112 +211,3 @@ def _refusal(answer: Mapping[str, object]) -> ConfigError:
         allowed=None if allowed is None else str(allowed),
         hint=_HINTS.get(str(key)),
     )
-
-
-class _Connection:
-    """A connection, with a thread that reads and one that beats."""
-
-    def __init__(
-        self,
-        address: tuple[str, int],
-        secret: str,
-        hello: Mapping[str, object],
-        more: Mapping[str, object],
-        timeout_seconds: float,
-        is_broken: threading.Event,
-    ) -> None:
-        self._lock = threading.Lock()
-        self._messages: queue.Queue[Message] = queue.Queue()
-        self.is_broken = is_broken
-        self.aborted: set[int] = set()
-        """Numbers of rendezvous that do not count."""
-        self.addresses: dict[int, object] = {}
-        """Addresses of the ranks of each island, as the server has told them once."""
-        self.ended: str | None = None
-        """Why the server lets this island take part no more."""
-        # Its time-out is that of the server's beats.
-        self._socket, self._answers = knock(address, secret, hello, more, timeout_seconds)
-        try:
-            answer = hear_answer(self._answers)
-            if "challenge" in answer:
-                raise RefusedError(refused="the server asks for a secret, and this island has none", key=SECRET)
-            self.welcome, self.nonce = answer, answer.text("welcome")
-        except BaseException:
-            self._socket.close()
-            raise
-        self._threads = [threading.Thread(target=run, daemon=True) for run in (self._read, self._beat)]
-        for thread in self._threads:
-            thread.start()
-
-    def send(self, message: Mapping[str, object], payload: bytes = b"") -> None:
-        """Send a message and what follows it, if there is a connection."""
-        try:
-            with self._lock:
-                self._socket.sendall(write_message(message, len(payload)))
-                # By parts: a time-out is that of a whole call.
-                for start in range(0, len(payload), MOST_BYTES):
-                    self._socket.sendall(payload[start : start + MOST_BYTES])
-        except OSError:
-            self.is_broken.set()
-
-    def wait_for(self, key: str, number: int | None) -> Message | None:
-        """Wait for a message, of this rendezvous; None: the rendezvous is aborted, or the connection has ended."""
-        while True:
-            try:
-                message = self._messages.get(timeout=_POLL_SECONDS)
-            except queue.Empty:
-                if self.is_broken.is_set():
-                    return None
-                continue
-            if key in message and number in (None, message[key]):
-                return message
-            if number is not None and message.get("aborted") == number:
-                return None
-
-    def forget(self) -> None:
-        """Drop all messages so far."""
-        with suppress(queue.Empty):
-            while True:
-                self._messages.get_nowait()
-
-    def hear_out(self) -> None:
-        """Beat no more, and hear the server until it ends the connection."""
-        self.is_broken.set()
-        self._threads[0].join()
-
-    def close(self) -> None:
-        """End the connection, and with it the threads."""
-        self.is_broken.set()
-        with suppress(OSError):  # ended before
-            self._socket.shutdown(socket.SHUT_RDWR)
-        self._socket.close()
-        for thread in self._threads:
-            thread.join()
-
-    def _read(self) -> None:
-        try:
-            # No memory: for what is said to follow a message.
-            with suppress(OSError, ValueError, MemoryError):
-                while (line := self._answers.readline(MOST_BYTES)).endswith(b"\n"):
-                    message = read_message(line)
-                    if num_bytes := message.integer("bytes", default=0):
-                        message["payload"] = self._answers.read(num_bytes)
-                        if len(message["payload"]) < num_bytes:
-                            break
-                    self._take(message)
-        finally:
-            self.is_broken.set()
-
-    def _take(self, message: Message) -> None:
-        if "aborted" in message:
-            self.aborted.add(message.integer("aborted"))
-        if "ended" in message:
-            self.ended = message.text("ended")
-        if "addresses" in message:
-            self.addresses |= message.by_number("addresses")
-        elif "beat" not in message:
-            self._messages.put(message)
-
-    def _beat(self) -> None:
-        while not self.is_broken.wait(BEAT_SECONDS):
-            self.send({"beat": 1})

@@ -84,7 +84,7 @@ class Island:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Islands:
+class JobIslands:
     """The islands of a job, as the server shows them to the coordinator of the job."""
 
     connected: Mapping[int, Island]

@@ -15,7 +15,7 @@ import torch
 from hfdist.checkpoint.piece import OPTIONAL, Piece
 from hfdist.config.islands import IslandsConfig, OuterRule
 from hfdist.islands.owned_pieces import OwnedPieces, share_out
-from hfdist.islands.vectors import join, to_host
+from hfdist.islands.vectors import join_vectors, to_cpu_vector
 
 OUTER_WEIGHT = f"{OPTIONAL}outer_weight"
 """Key of the weights as they were after the last round."""
@@ -85,7 +85,7 @@ class OuterOptimizer:
         if self._step == _NEVER:
             self._step.fill_(step)
             for outer, piece in zip(self._outer, self.owned.own(), strict=True):
-                outer.weight.copy_(to_host(piece.view))
+                outer.weight.copy_(to_cpu_vector(piece.view))
 
     def digest(self) -> str:
         """Give a hash of the outer state of this rank."""
@@ -115,8 +115,8 @@ class OuterOptimizer:
     def changes(self, fragment: int | None) -> torch.Tensor:
         """Give how far the weights of a fragment, or all, are from the outer ones: float32 of shape [n]."""
         # A weight of less precision began at the rounded outer one.
-        return join(
-            outer.weight.to(piece.view.dtype).float() - to_host(piece.view)
+        return join_vectors(
+            outer.weight.to(piece.view.dtype).float() - to_cpu_vector(piece.view)
             for outer, piece, number in zip(self._outer, self.owned.own(), self._own_fragments, strict=True)
             if fragment in (None, number)
         )

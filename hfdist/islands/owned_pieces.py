@@ -14,7 +14,7 @@ from hfdist.checkpoint.piece import MASTER, WEIGHT, Piece, is_number
 from hfdist.collectives import device_of, gather_json, rank
 from hfdist.data.cache import digest_of
 from hfdist.islands.segment import Segment
-from hfdist.islands.vectors import join
+from hfdist.islands.vectors import join_vectors
 
 
 class OwnedPieces:
@@ -82,7 +82,7 @@ class OwnedPieces:
             if not changed:
                 continue
             sizes = [piece.view.numel() for piece in changed]
-            joined = join(values) if number == self._number else torch.empty(sum(sizes))
+            joined = join_vectors(values) if number == self._number else torch.empty(sum(sizes))
             if self._group is not None:
                 joined = joined.to(device_of(self._group))
                 dist.broadcast(joined, group=self._group, group_src=number)

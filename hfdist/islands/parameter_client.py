@@ -24,7 +24,7 @@ from hfdist.islands.owned_pieces import OwnedPieces
 from hfdist.islands.parameter_store import find_slots
 from hfdist.islands.segment import Segment
 from hfdist.islands.shard_members import ShardMembers
-from hfdist.islands.vectors import join, to_host
+from hfdist.islands.vectors import join_vectors, to_cpu_vector
 from hfdist.messages.message import Message
 
 _GRADIENT = "gradient"
@@ -138,7 +138,7 @@ class ParameterClient:
         """
         begin = time.monotonic()
         # Part by part, so that it does not matter which parts a shard has.
-        coded = [encode(self._config.codec, to_host(part.view)) for part in cut(self._owned.own_state(_GRADIENT))]
+        coded = [encode(self._config.codec, to_cpu_vector(part.view)) for part in cut(self._owned.own_state(_GRADIENT))]
         contents = [b"".join(coded[index] for index in of_shard) for of_shard in self._indices]
         # A step that was skipped counts nothing; one rank's parameters may have no part in a step.
         has_taken = any(gather_json(recorder.has_taken))
@@ -189,9 +189,10 @@ class ParameterClient:
         for _ in range(_MOST_CONNECTIONS):
             self._members.connect()
             parts = cut(self._owned.own())
-            rows = [[to_host(part.view) for part in parts], *self._kept_parts]
+            rows = [[to_cpu_vector(part.view) for part in parts], *self._kept_parts]
             contents = [
-                join(row[index] for row in rows for index in of_shard).numpy().tobytes() for of_shard in self._indices
+                join_vectors(row[index] for row in rows for index in of_shard).numpy().tobytes()
+                for of_shard in self._indices
             ]
             first, *others = [
                 {"segments": [Segment.of(parts[index]) for index in of_shard]} for of_shard in self._indices

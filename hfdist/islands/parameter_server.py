@@ -16,7 +16,7 @@ from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from hfdist.errors import named_line
-from hfdist.islands.membership import Island, Islands
+from hfdist.islands.membership import Island, JobIslands
 from hfdist.islands.parameter_shard import ParameterShard, optimizer_of
 from hfdist.islands.shard_link import ShardLink
 from hfdist.messages.message import Message, NotAMessageError
@@ -70,7 +70,7 @@ class ParameterServer:
         NotAMessageError: a job that no island would have.
     """
 
-    def __init__(self, job: Message, islands: Islands, links: Sequence[ShardLink]) -> None:
+    def __init__(self, job: Message, islands: JobIslands, links: Sequence[ShardLink]) -> None:
         self._islands, self._end, self._say, self._links = islands.connected, islands.end, islands.say, links
         count = job.integer("islands.count", least=1)
         self._least = count if islands.least is None else islands.least
@@ -231,7 +231,7 @@ class ParameterServer:
     # ---- the shards, one call after another, beside the beats ----
 
     def _update(self, workers: Sequence[_Worker], ready: Sequence[_Worker]) -> None:
-        # In one order, so that the same sums are made whoever has connected first.
+        # All are added in one order, so that sums are the same whoever has connected first.
         targets = {one.island: one.targets for one in sorted(workers, key=lambda worker: worker.island.index)}
         lr = self._rate_at(max(worker.step for worker in workers) - 1)
         for worker in workers:
@@ -257,7 +257,7 @@ class ParameterServer:
         step: dict[str, object] = {}
         if sum(good.values()) > 0:
             if math.isfinite(norm):
-                # As torch.nn.utils.clip_grad_norm_.
+                # torch.nn.utils.clip_grad_norm_ computes it so.
                 step = {"step": min(1.0, self._max_norm / (norm + 1e-6)), "lr": lr}
             else:
                 self._say("a step is left out: the sum of what islands have pushed is not finite")

@@ -100,7 +100,7 @@ class ParameterStore:
                     known.add(segment)
                     self._counted.append(parameter)
         kind, settings = find_optimizer(optimizer, warmup_steps=0)
-        # As the Trainer has it: weight decay on matrices only.
+        # Only matrices decay, as in the Trainer.
         groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}
         for rank, own in self.segments.items():
             for segment, parameter in zip(own, self._parameters[rank], strict=True):

@@ -16,7 +16,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from hfdist.errors import printable
-from hfdist.islands.membership import Island, Islands
+from hfdist.islands.membership import Island, JobIslands
+from hfdist.islands.rendezvous_messages import Arrival
 from hfdist.messages.message import Message, NotAMessageError
 
 _MOST_TIMES_OUT = 3
@@ -26,53 +27,6 @@ _LATE_SECONDS = 1800.0
 """Seconds in which the other islands must end an exchange once one of them has."""
 _MOST_SAID = 200
 """Characters of what an island has sent, in a line."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Arrival:
-    """Where an island stands when it comes to a rendezvous."""
-
-    step: int
-    outer_step: int
-    """Step at which the last round that counts ended."""
-    digest: str
-    """Digest of the outer weights after the last round that counts."""
-    weight: float = 1.0
-    """Weight of what the island has learned, in the mean of all islands."""
-    rests: bool = False
-    """Whether the island does not train in this round, and waits for what the others learn."""
-    read: object = None
-    """What the island has read of the data, for the others."""
-
-    def to_json(self) -> list[object]:
-        """Give the place as a message has it."""
-        return [self.step, self.outer_step, self.digest, self.weight, self.rests, self.read]
-
-    @classmethod
-    def from_json(cls, value: Sequence[object]) -> Arrival:
-        """Read what `to_json` has given; NotAMessageError: it has not."""
-        names = ("step", "outer_step", "digest", "weight", "rests", "read")
-        if len(value) != len(names):
-            raise NotAMessageError(f"an arrival has {len(names)} members")
-        message = Message(zip(names, value, strict=True))
-        return cls(
-            step=message.integer("step"),
-            outer_step=message.integer("outer_step"),
-            digest=message.text("digest"),
-            weight=message.number("weight"),
-            rests=message.flag("rests"),
-            read=message["read"],
-        )
-
-    @property
-    def outer(self) -> tuple[int, str]:
-        """Equal for islands that may go on together."""
-        return self.outer_step, self.digest
-
-    @property
-    def is_start(self) -> bool:
-        """Whether it has learned nothing since the last round that counts."""
-        return self.step == self.outer_step
 
 
 @dataclass
@@ -99,7 +53,7 @@ class Rendezvous:
         islands: of the job.
     """
 
-    def __init__(self, job: Message, islands: Islands) -> None:
+    def __init__(self, job: Message, islands: JobIslands) -> None:
         self._islands, self._end_island, self._say = islands.connected, islands.end, islands.say
         count = job.integer("islands.count", least=1)
         self._least = count if islands.least is None else islands.least
@@ -186,7 +140,7 @@ class Rendezvous:
         if len(starting) == len(candidates):
             dealt = sorted(starting)
         else:
-            # In the middle of a round each keeps what it was dealt. Who was dealt nothing gets a state at its end.
+            # In a round each island keeps the data it was dealt. One that was dealt none gets a state at its end.
             starting = [index for index in starting if index in dealt]
         self._number += 1
         if starting:

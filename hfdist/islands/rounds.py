@@ -16,11 +16,11 @@ from hfdist.config.islands import IslandsConfig
 from hfdist.data.cache import digest_of
 from hfdist.errors import NumericsError, PeerError
 from hfdist.islands.data_share import DataShare
-from hfdist.islands.handed_state import misfit, take_state, write_state
-from hfdist.islands.member import Participants, make_member
+from hfdist.islands.handed_state import find_mismatch, take_state, write_state
+from hfdist.islands.member import make_member
 from hfdist.islands.open_transport import find_own_host, open_transport
 from hfdist.islands.outer import OuterOptimizer
-from hfdist.islands.rendezvous import Arrival
+from hfdist.islands.rendezvous_messages import Arrival, Participants
 from hfdist.islands.transport import MOST_PART_BYTES, AbortedError, BadPartError, Transport
 from hfdist.islands.vectors import is_finite
 from hfdist.messages.message import MOST_BYTES, Message, NotAMessageError, read_message
@@ -59,7 +59,7 @@ class _Exchange:
     """Islands whose parts could not be used in the last try, with why."""
 
     @property
-    def takes_nothing(self) -> bool:
+    def has_no_members(self) -> bool:
         """Whether there is nothing to exchange: others begin at the same weights."""
         return self.participants is not None and not self.participants.members
 
@@ -161,7 +161,7 @@ class Rounds:
         begin, exchange = time.monotonic(), self._exchange
         assert exchange is not None
         taken_state = None
-        while not exchange.takes_nothing:
+        while not exchange.has_no_members:
             participants = exchange.participants
             if participants is not None and exchange.mean is not None:
                 if self._settle(exchange, participants):
@@ -173,7 +173,7 @@ class Rounds:
                     break
             self._try_again(exchange)
         self._exchange, participants = None, exchange.participants
-        if participants is not None and exchange.takes_nothing and self._data_share is not None:
+        if participants is not None and exchange.has_no_members and self._data_share is not None:
             self._data_share.begin(participants.there)
         self.rests = participants is not None and self._config.index in participants.resting
         if participants is not None and participants.members:
@@ -293,7 +293,7 @@ class Rounds:
         try:
             received = self._transport.receive(address, number, _STATE, lambda: self._member.is_aborted(number))
             header, contents = read_message(received[0] if received else b"", _MOST_HEADER_BYTES), received[1:]
-            problem = misfit(header, contents, pieces)
+            problem = find_mismatch(header, contents, pieces)
         except AbortedError:
             logger.debug("rendezvous %d is aborted", number)
         except NotAMessageError as error:

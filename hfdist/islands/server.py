@@ -16,7 +16,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 from hfdist.config.islands import IslandMethod
 from hfdist.errors import ConfigError, first_line, printable
-from hfdist.islands.membership import BEAT_SECONDS, Connection, Coordinator, Island, Islands
+from hfdist.islands.membership import BEAT_SECONDS, Connection, Coordinator, Island, JobIslands
 from hfdist.islands.rendezvous import Rendezvous
 from hfdist.islands.shard_link import ShardLink
 from hfdist.messages.door import Door, read_bytes, read_line
@@ -57,7 +57,7 @@ class IslandServer:
         self._listener, self._secret = listener, secret
         self._silent_seconds, self._say = silent_seconds, say
         self._islands: dict[int, Island] = {}
-        self._shown = Islands(connected=self._islands, least=least, end=self._end, say=say)
+        self._shown = JobIslands(connected=self._islands, least=least, end=self._end, say=say)
         self._coordinator: Coordinator | None = None
         """Coordinator of the job whose islands are connected; None: no island is connected."""
         self._free_shards: list[ShardLink] = []

@@ -140,7 +140,7 @@ class Transport:
         sizes = [len(parts[own])] * len(members)
         swapped = self._swap(number, f"part {name}", members, encoded, sizes, is_aborted)
         total = torch.zeros_like(parts[own])
-        # In the members' order, and each rounded alike, so that it does not matter who adds up.
+        # Parts are added in the members' order, each rounded alike, so that it does not matter who adds.
         for part in swapped:
             total += part
         if not is_finite(total):

@@ -8,13 +8,13 @@ from collections.abc import Iterable
 import torch
 
 
-def to_host(view: torch.Tensor) -> torch.Tensor:
-    """Give a flat copy of a tensor, in float32 on the CPU."""
+def to_cpu_vector(view: torch.Tensor) -> torch.Tensor:
+    """Give a tensor in the form of exchanges; one that has it already shares its memory with what is given."""
     return view.detach().reshape(-1).float().cpu()
 
 
-def join(vectors: Iterable[torch.Tensor]) -> torch.Tensor:
-    """Give one vector of all elements; without vectors it has none."""
+def join_vectors(vectors: Iterable[torch.Tensor]) -> torch.Tensor:
+    """Put vectors end to end; without any, the result has no element."""
     return torch.cat([torch.empty(0), *vectors])
 
 

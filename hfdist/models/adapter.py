@@ -103,7 +103,7 @@ def add_adapter(
     check_adapted(model, layout, where="adapter")
     if config.path is not None:
         _load(model, config.path)
-    # With PEFT, which takes a second.
+    # This imports PEFT, which takes a second.
     from hfdist.models.expert_factors import use_factors
 
     use_factors(model)
@@ -128,7 +128,7 @@ def _train_new_head(model: PreTrainedModel, peft_config: PeftConfig) -> None:
     heads = [
         name for name, child in model.named_children() if child is not base and any(True for _ in child.parameters())
     ]
-    # Not each kind of adapter has the field.
+    # Some kinds of adapters do not declare the field.
     own = getattr(peft_config, "modules_to_save", None) or ()
     setattr(peft_config, "modules_to_save", list(dict.fromkeys([*own, *heads])))  # noqa: B010
 

@@ -47,7 +47,7 @@ def try_adapter(
             except Exception:  # told later
                 return
 
-    # In a process of its own: a pattern may take time without end, and sizes in a file may take memory.
+    # It has a process of its own: a pattern may take time without end, and sizes in a file may take memory.
     do_apart(put, where=where, found=found)
 
 

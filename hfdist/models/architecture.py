@@ -98,7 +98,7 @@ def _try(config: ModelConfig, head: Head) -> None:
     file = expand_user(str(config.name)) / "config.json"
     with contextlib.suppress(OSError, ValueError, RecursionError, AttributeError, TypeError):
         if file.stat().st_size < _LARGE_CONFIG:
-            # So that the fork has it: the import is most of the time.
+            # The class is imported here, so that the fork has it: the import is most of the time.
             kind = json.loads(file.read_bytes()).get("model_type")
             getattr(transformers, str(HEADS[head].by_type.get(kind) or IMAGE_TEXT.by_type.get(kind)))
 
@@ -147,7 +147,7 @@ def _of_type(config: ModelConfig, head: Head) -> PreTrainedConfig:
 def _check_folder(name: str) -> None:
     """Check that a name that looks like a path is a model's folder: otherwise the Hub is asked for a strange id."""
     folder = expand_user(name)
-    # Not by methods of Path: these raise an OSError for a name that is too long.
+    # Methods of Path would raise an OSError for a name that is too long.
     looks_local = name.startswith((".", "/", "~")) or os.path.exists(folder)
     if looks_local and not os.path.isfile(folder / "config.json"):
         raise ConfigError(
@@ -201,7 +201,7 @@ def _naming_fields(fields: dict[str, object], kind: str | None = None) -> Iterat
     except Exception as error:  # a config may hold anything
         if not fields:
             raise ConfigError(f"the model's config.json is damaged: {first_line(error)}", where="model.name") from error
-        # Without the names of the check and of Python's exceptions.
+        # The reason goes without the names of the check and of Python's exceptions.
         reason = re.split(r"\b\w+Error: ", " ".join(str(error).split()))[-1] or type(error).__name__
         raise ConfigError(
             f"transformers refuses the fields: {reason}",

@@ -95,7 +95,7 @@ def check_weights(
 
 
 def _check_names(names: NameDifferences, config: ModelConfig, trained: TrainableParameters) -> None:
-    # What an adapter leaves holds nothing of the model beside it, which would be drawn anew by whoever opens it.
+    # A saved adapter holds nothing of the drawn model beside it, which would be drawn anew by whoever opens it.
     is_lost = trained.adapter.is_used and bool(names.missing)
     hint = "model.allow_missing=true, which draws what is missing at random, and leaves out what is unexpected"
     if is_lost:
@@ -237,7 +237,7 @@ def _draw_missing(
     """Give the weights that no file holds the values that random weights of this seed would have."""
     drawn = {name for name, _ in model.named_parameters(remove_duplicate=False)} & set(missing)
     for name in drawn if not layout.partitions_in_constructor else ():
-        # Before they are drawn: the type of a file may be another than that of the run, and round them.
+        # The type is set before they are drawn: that of a file may be another than the run's, and round them.
         parameter = model.get_parameter(name)
         parameter.data = parameter.data.to(dtype)
     if drawn:
@@ -251,7 +251,7 @@ def _partition(model: PreTrainedModel, trained: TrainableParameters, layout: Par
     else:
         find_hub_names(model)
     if trained.has_values:
-        # After the names were found: the policy's files do not have it.
+        # It comes after the names were found: the policy's files do not have it.
         add_value_head(model, dtype)
     layout.partition(model)
 

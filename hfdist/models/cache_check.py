@@ -1,4 +1,4 @@
-"""Before a model continues rows with a cache: does a small one of its class give the logits that it gives without?
+"""Whether a small model of a class gives the same logits with a cache as without one.
 
 A mistake for one family of models would be samples of another distribution, without an error.
 """
@@ -45,7 +45,7 @@ def find_cache_problem(
             difference = _compare(model, act)
     except Exception as error:  # whatever a model raises that cannot be made small, or split, or has no such cache
         return f"a small model of it cannot be tried: {first_line(error)}"
-    # Not the other way around: a difference of NaN is no agreement.
+    # The comparison stands this way around, since a difference of NaN is no agreement.
     return None if difference <= BOUND else f"logits differ by {difference:.0e}"
 
 

@@ -209,7 +209,7 @@ def _in_one_call(
         value = functional.pad(value, (0, size - value_size))
     of_tokens = (state.transpose(1, 2).flatten(0, 1) for state in (query, key, value))
     attend: Any = varlen_attn
-    # No document is longer than a sequence: the longest one itself would have to be read from the device.
+    # A sequence's length bounds each document's: the longest one would have to be read from the device.
     attended: torch.Tensor = attend(
         *of_tokens,
         borders,

@@ -67,7 +67,7 @@ def flops_per_token(config: PreTrainedConfig, size: ModelSize, sequence_length: 
 
 def attention_width(block: PreTrainedConfig) -> int:
     """Give attention heads times head size, by the config of a block or of a text model; 0: it has no heads."""
-    # Not `num_heads`: some models without attention have it for their states.
+    # `num_heads` does not count: some models without attention have it for their states.
     num_heads = first_number(block, ("num_attention_heads", "n_head"))
     if num_heads == 0:
         return 0

@@ -38,7 +38,7 @@ def find_frozen(path: str, *, where: str, allowed: str, hint: str) -> PreTrained
         hint: an override that works.
     """
     folder = expand_user(path)
-    # Not by methods of Path: these raise an OSError for a name that is too long.
+    # Methods of Path would raise an OSError for a name that is too long.
     missing = ""
     if not os.path.isfile(folder / "config.json"):
         missing = "config.json"
@@ -96,7 +96,7 @@ def read_frozen(
         model: Any = auto_class.from_pretrained(expand_user(path), dtype=dtype, **SAFELY)
     model.requires_grad_(False).eval()
     if shard is not None:
-        # Before it is moved: a device need not have room for all of it.
+        # It is sharded before it is moved: a device need not have room for all of it.
         shard(model)
     frozen: PreTrainedModel = model.to(arguments.device)
     return frozen

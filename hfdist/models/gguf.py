@@ -91,7 +91,7 @@ def _write(file: Path, folder: Path, key: str) -> None:
     model.config.__dict__.pop("quantization_config", None)
     del model.hf_quantizer
     tokenizer.save_pretrained(folder)
-    # What the file lacks has random values here: whether that may be is asked where the folder is read.
+    # Weights that the file lacks are random here: whether that may be is asked where the folder is read.
     missing = found["missing_keys"]
     model.save_pretrained(
         folder, state_dict={name: value for name, value in model.state_dict().items() if name not in missing}

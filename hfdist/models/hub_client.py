@@ -68,7 +68,7 @@ class _WaitError(Exception):
         self.seconds = seconds
 
 
-def ask(action: Callable[[], T], *, key: str, name: str) -> T:
+def ask_hub(action: Callable[[], T], *, key: str, name: str) -> T:
     """Call `action`, and again where the failure may pass.
 
     Args:

@@ -17,7 +17,7 @@ from huggingface_hub.errors import CachedRepoTreeNotFoundError, LocalEntryNotFou
 
 from hfdist.atomic_write import write_atomically
 from hfdist.errors import ResourceError
-from hfdist.models.hub_client import DamagedError, ask
+from hfdist.models.hub_client import DamagedError, ask_hub
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +54,7 @@ class Repository:
             return cached
 
         try:
-            snapshot = ask(action, key=self.key, name=self.name)
+            snapshot = ask_hub(action, key=self.key, name=self.name)
         except ResourceError as error:
             cached = self._cached(revision)
             if cached is None:
@@ -81,7 +81,7 @@ class Repository:
                     snapshot_download(self.name, revision=snapshot.commit, allow_patterns=names)
                 _verify_files(files, notes)
 
-        ask(action, key=self.key, name=self.name)
+        ask_hub(action, key=self.key, name=self.name)
         return folder
 
     @property
@@ -159,7 +159,7 @@ def _agrees(file: Path) -> bool:
     elif re.fullmatch(r"[0-9a-f]{40}", blob.name):
         digest = hashlib.sha1(f"blob {blob.stat().st_size}\0".encode(), usedforsecurity=False)
     else:
-        # Where the file system has no links, or a mirror of the Hub has other names.
+        # The file system has no links, or a mirror of the Hub has other names.
         return True
     with blob.open("rb") as content:
         return hashlib.file_digest(content, lambda: digest).hexdigest() == blob.name

@@ -154,7 +154,7 @@ def make_small(architecture: PreTrainedConfig) -> PreTrainedModel:
     Its weights are random, and none is zero. Whatever a type raises that cannot be made small is not caught here.
     """
     config = shrink_to_try(architecture, keeps_tokens=True)
-    # By its constructor: `from_config` would partition it under ZeRO-3.
+    # The constructor makes it, since `from_config` would partition it under ZeRO-3.
     made: Any = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(config)]
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         # torch.manual_seed would seed GPUs, too, which are not set back.

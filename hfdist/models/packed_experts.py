@@ -183,7 +183,7 @@ class _Product(torch.autograd.Function):
     def forward(
         ctx: Any, rows: torch.Tensor, ends: torch.Tensor, packed: torch.Tensor, stack: PackedStack, transposes: bool
     ) -> torch.Tensor:
-        # Not saved as tensors of the graph: hooks would copy them, and ranks that share weights put other memory there.
+        # They are no saved tensors of the graph: hooks would copy these, and ranks that share weights move memory.
         ctx.others = ends, packed, stack, transposes
         return stack.multiply(rows, ends, packed, transposes=transposes)
 

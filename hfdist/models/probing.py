@@ -40,7 +40,7 @@ def make_of_config(config: PreTrainedConfig, head: Head) -> PreTrainedModel:
     if model_class.config_class is type(config.get_text_config()):
         # This class of a type for text and images takes the config of the text alone.
         config = config.get_text_config()
-    # By its constructor: `from_config` would partition it under ZeRO-3.
+    # The constructor makes it, since `from_config` would partition it under ZeRO-3.
     model: PreTrainedModel = model_class(config)
     return model.float().eval()
 
@@ -59,7 +59,7 @@ def small_model(model: PreTrainedModel) -> PreTrainedModel:
     example = image_example(model)
     # Where images are read, the tokens of the example keep their ids, so the vocabulary stays whole.
     config = shrink_to_try(model.config, keeps_tokens=example is not None)
-    # By its constructor: `from_config` would partition it under ZeRO-3.
+    # The constructor makes it, since `from_config` would partition it under ZeRO-3.
     small = type(model)(copy.deepcopy(config)).float().eval()
     if example is not None:
         read_images(small, unreached=(), example=example)

@@ -69,7 +69,7 @@ def _offloading(
 
 
 def _contexts() -> object:
-    # For one block's forward, and for its repetition.
+    # The choice holds for one block's forward, and for its repetition.
     choice = _Choice()
     beneath, repetition = create_selective_checkpoint_contexts(_policy(choice))
     watch = _Watch(beneath, choice)

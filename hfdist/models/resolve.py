@@ -38,7 +38,7 @@ class ResolvedModel:
     """The run's config of the model, with local folders as names."""
     fetch_weights: Callable[[], object] = field(default=lambda: None, repr=False)
     """Downloads the weights, unless they are here. Call it before there is a process group, in which others would wait.
-    Raises what `hub_client.ask` raises."""
+    Raises what `hub_client.ask_hub` raises."""
 
 
 def resolve_model(config: ModelConfig, *, cache_dir: Path) -> ResolvedModel:
@@ -121,7 +121,7 @@ def _find(
     is_model: bool,
 ) -> _Found:
     path = expand_user(name)
-    # Not by methods of Path: these raise an OSError for a name that is too long.
+    # Methods of Path would raise an OSError for a name that is too long.
     if name.endswith(".gguf") or os.path.exists(path) or name.startswith((".", "/", "~")):
         return _Found(_find_here(config, path, gguf_file, cache_dir=cache_dir, key=key, is_model=is_model))
     repository = Repository(name, key, cache_dir)

@@ -99,7 +99,7 @@ def _difference(model: PreTrainedModel) -> str | None:
     theirs = model(**together, use_cache=False).loss * num_targets
     alone = torch.stack([sum_target_losses(model, pad_pairs([row])) for row in rows]).sum()
     for what, other in (("its own loss is", theirs), ("row by row it is", alone)):
-        # Also where it is no number.
+        # `not <=` is true of NaN, too.
         if not float((ours - other).abs() / other.abs()) <= _BOUND:
             return f"of a small model it is {float(ours):.4f}, and {what} {float(other):.4f}"
     return None

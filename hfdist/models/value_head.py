@@ -70,7 +70,7 @@ def noting_values(model: nn.Module) -> Iterator[list[torch.Tensor]]:
             value_head = cast(nn.Linear, base.get_submodule(_NAME))
             found.append(value_head(inputs[0].to(value_head.weight.dtype)).squeeze(-1).float())
 
-    # Within the forward, where sharded weights are whole. First: tensor ranks change what the head of tokens reads.
+    # It runs in the forward, where sharded weights are whole, and before tensor ranks change what the head reads.
     handle = base.get_output_embeddings().register_forward_pre_hook(note, prepend=True)
     try:
         yield found

@@ -7,7 +7,7 @@ from torch import nn
 
 from hfdist.errors import ConfigError
 from hfdist.optim.joined import Joined
-from hfdist.optim.probe import Reach, ask
+from hfdist.optim.probe import Reach, probe_optimizer
 
 _LAYOUTS = {
     Reach.parameter: "any layout without a parameter server",
@@ -24,7 +24,7 @@ def check(optimizer: torch.optim.Optimizer, sees: Reach, *, is_saved: bool) -> N
     Raises:
         ConfigError: with the reason.
     """
-    answer = ask(optimizer)
+    answer = probe_optimizer(optimizer)
     where = "optimizer.name, optim or optimizers"
     if answer.reach > sees:
         raise ConfigError(

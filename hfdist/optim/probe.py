@@ -1,4 +1,4 @@
-"""Ask an optimizer: step it on a few small tensors, whole, cut in two, and together, and compare.
+"""What the step of an optimizer depends on: it steps small tensors, whole, cut in two, and together.
 
 A layout may give an optimizer parts of parameters (FSDP2, ZeRO), some of the parameters (a pipeline), or all. Whether
 it updates them as one process would is a property of its arithmetic, which no list of names could tell of a user's own.
@@ -62,7 +62,7 @@ class Answer:
     """Why a checkpoint cannot hold what it keeps, if so."""
 
 
-def ask(optimizer: torch.optim.Optimizer) -> Answer:
+def probe_optimizer(optimizer: torch.optim.Optimizer) -> Answer:
     """Find out what its updates depend on; the strictest of its groups counts."""
     answers = [_ask_group(optimizer, group) for group in _kinds_of_groups(optimizer)]
     widest = max(answers, key=lambda answer: answer.reach, default=Answer(reach=Reach.element))
@@ -137,7 +137,7 @@ def _draw(group: Group) -> tuple[list[torch.Tensor], list[list[torch.Tensor]]]:
         return (torch.randn(_SHAPE, generator=generator) * scale).to(device, dtype)
 
     starts = [draw(1), draw(1)]
-    # Of several sizes, also within a tensor, so that a norm or a bound on it shows.
+    # Gradients have several sizes, also within a tensor, so that a norm or a bound on it shows.
     gradients = [[draw(10.0**step), draw(1)] for step in range(_NUM_STEPS)]
     for gradient, _ in gradients:
         gradient[: _SHAPE[0] // 2] *= 10
@@ -222,7 +222,7 @@ def moving_options(optimizer: torch.optim.Optimizer) -> list[str]:
         stepped = over(optimizer, [active_group(group, [parameter])])
         [options] = stepped.param_groups
         before = {name: value for name, value in options.items() if is_plain_number(value) and name != "lr"}
-        # Where it cannot be stepped, nobody can say; where that matters, `ask` has refused it.
+        # Where it cannot be stepped, nobody can say; where that matters, `probe_optimizer` has refused it.
         with contextlib.suppress(Exception):
             for _ in range(_NUM_STEPS):
                 parameter.grad = torch.ones_like(parameter)

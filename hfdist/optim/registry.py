@@ -1,4 +1,4 @@
-"""`optimizer.name`, `optimizer.plugin` and `optimizer.arguments`: which class steps, with which settings."""
+"""The optimizer of a config: the class that a name or a plugin means, its settings, and one that is made so."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from hfdist.errors import ConfigError, first_line, nearest
 from hfdist.optim.check import check
 from hfdist.optim.joined import groups_by_optimizer
 from hfdist.optim.muon import MuonWithAdamW
-from hfdist.optim.probe import Reach, ask
+from hfdist.optim.probe import Reach, probe_optimizer
 from hfdist.optim.trial_step import state_after_step
 from hfdist.optim.width import check_optimizer_of_width
 from hfdist.plugins import load_plugin
@@ -30,9 +30,9 @@ GROUP = "hfdist.optimizers"
 """The group of entry points, in a package's pyproject.toml: `[project.entry-points."hfdist.optimizers"]`."""
 
 _OWN_KEYS = {"lr": "lr", "weight_decay": "weight_decay"}
-"""Settings that have keys of their own in `optimizer`."""
+"""Settings that every optimizer takes, each with its key in `optimizer`."""
 _OWN_KEYS_OF_ADAM = {"betas": "beta1=... optimizer.beta2", "eps": "eps"}
-"""Those of Adam and its relatives."""
+"""Settings that only Adam and its relatives take, each with its key."""
 
 
 def name_for_arguments(config: OptimizerConfig) -> str:
@@ -53,7 +53,7 @@ def find_optimizer(config: OptimizerConfig, *, warmup_steps: int) -> ClassAndSet
         "lr": config.lr, "weight_decay": config.weight_decay, "betas": (config.beta1, config.beta2), "eps": config.eps
     }  # fmt: skip
     if config.plugin is not None:
-        kind: Callable[..., Any] = _load(config)
+        kind: Callable[..., Any] = _load_plugin(config)
         # A constructor of any arguments is given what every optimizer takes.
         taken = inspect.signature(kind).parameters
         own_keys = {name: key for name, key in own_keys.items() if name in taken} if "lr" in taken else _OWN_KEYS
@@ -63,7 +63,7 @@ def find_optimizer(config: OptimizerConfig, *, warmup_steps: int) -> ClassAndSet
     else:
         if "adam" not in config.name.value and "lion" not in config.name.value:
             own_keys = _OWN_KEYS
-        kind, settings = _of_transformers(config, warmup_steps)
+        kind, settings = _find_in_transformers(config, warmup_steps)
     _check_arguments(config, kind, own_keys)
     return kind, settings | config.arguments
 
@@ -80,7 +80,8 @@ def settings_from_keys(config: OptimizerConfig) -> frozenset[str]:
     return frozenset(_OWN_KEYS) | of_adam
 
 
-def _load(config: OptimizerConfig) -> type[torch.optim.Optimizer]:
+def _load_plugin(config: OptimizerConfig) -> type[torch.optim.Optimizer]:
+    """Load the class of `optimizer.plugin`."""
     if config.name is not OptimizerName.adamw:
         raise ConfigError(
             "the optimizer is given by two keys",
@@ -96,7 +97,8 @@ def _load(config: OptimizerConfig) -> type[torch.optim.Optimizer]:
     return kind
 
 
-def _of_transformers(config: OptimizerConfig, warmup_steps: int) -> ClassAndSettings:
+def _find_in_transformers(config: OptimizerConfig, warmup_steps: int) -> ClassAndSettings:
+    """Ask transformers for the class of a name of its own."""
     package = config.name.package
     if package is not None and find_spec(package.module) is None:
         what, hint = "the optimizer's package is not installed", f"pip install {package.name}"
@@ -117,6 +119,7 @@ def _of_transformers(config: OptimizerConfig, warmup_steps: int) -> ClassAndSett
 
 
 def _check_arguments(config: OptimizerConfig, kind: Any, own_keys: dict[str, str]) -> None:
+    """Refuse what `kind` does not take in `optimizer.arguments`; `own_keys`: settings by another key of `optimizer`."""
     # MuonWithAdamW passes what it does not know to torch's Muon.
     makers = (kind.__call__, torch.optim.Muon) if kind is MuonWithAdamW else (kind,)
     parameters = {name: p for maker in makers for name, p in inspect.signature(maker).parameters.items()}
@@ -170,7 +173,7 @@ def make_small(config: OptimizerConfig) -> torch.optim.Optimizer:
         ConfigError: as of `find_optimizer`, or a value that the class refuses.
     """
     found = find_optimizer(config, warmup_steps=0)
-    # Its steps are looked at, in a plan, too, which makes models without values.
+    # On the CPU also within a plan, which makes models without values: the steps of this layer are looked at.
     layer = nn.Linear(4, 4, device="cpu")
     try:
         return make_over(found, layer, layer.parameters())
@@ -192,11 +195,12 @@ def stepped_whole(config: OptimizerConfig, model: nn.Module) -> tuple[int, ...]:
         seen = [p for group in groups_by_optimizer(made, made.param_groups)[0][1] for p in group["params"]]
     else:
         seen = [p for p in model.parameters() if p.requires_grad]
-        seen = seen if ask(make_small(config)).reach is Reach.parameter else []
+        seen = seen if probe_optimizer(make_small(config)).reach is Reach.parameter else []
     return tuple(p.numel() for p in seen)
 
 
 def _is_plain(config: OptimizerConfig) -> bool:
+    """Whether it is AdamW as every layout knows it: nothing is to be asked of it."""
     return config.name is OptimizerName.adamw and config.plugin is None and not config.arguments
 
 

@@ -10,7 +10,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from hfdist.errors import ConfigError
 from hfdist.optim.check import describe
 from hfdist.optim.muon import embeddings_and_heads, is_bias
-from hfdist.optim.probe import Reach, ask, ignores_gradient_size
+from hfdist.optim.probe import Reach, ignores_gradient_size, probe_optimizer
 
 _KEY = "optimizer.base_width"
 
@@ -21,7 +21,7 @@ def check_optimizer_of_width(optimizer: torch.optim.Optimizer) -> None:
     Raises:
         ConfigError: its step depends on the size of gradients, or on whole parameters.
     """
-    answer = ask(optimizer)
+    answer = probe_optimizer(optimizer)
     why = answer.why
     if answer.reach is Reach.element and not ignores_gradient_size(optimizer):
         why = "its step grows with the gradients"

@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 
 from hfdist.checkpoint.piece import WEIGHT, Piece
 from hfdist.models.flops import ModelSize, measure_size
-from hfdist.models.quantize import packed_shapes
+from hfdist.models.packed_weights import packed_shapes
 from hfdist.optim.joined import Group
 from hfdist.optim.probe import Reach, groups_of_wholes
 from hfdist.pipeline.timeline import Recorder

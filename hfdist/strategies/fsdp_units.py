@@ -19,8 +19,8 @@ from hfdist.config.strategy import Offload, StrategyConfig
 from hfdist.errors import ConfigError
 from hfdist.models.blocks import calls_blocks, find_block_parts
 from hfdist.models.image_text import reads_images
+from hfdist.models.packed_weights import hold_as_floats
 from hfdist.models.probing import unused_parameters
-from hfdist.models.quantize import hold_as_floats
 from hfdist.strategies.base import check_no_scalars
 from hfdist.strategies.parts import ModelParts
 

@@ -23,7 +23,7 @@ from hfdist.collectives import on_all_ranks
 from hfdist.config.batch import IGNORED
 from hfdist.config.task import TaskConfig
 from hfdist.errors import DataError
-from hfdist.models.loss.lazy_logits import Reduce
+from hfdist.models.loss.deferred_rows import Reduce
 from hfdist.strategies.engine import Batch, Forward, TrainerHooks
 from hfdist.trainer.step.forwards import evaluating
 from hfdist.trainer.step.objective import reduce_tokens

@@ -10,7 +10,7 @@ import hfdist
 from hfdist.config.composition.compose import compose_config
 from hfdist.config.train import Precision
 from hfdist.models import TrainableParameters, build_model, find_architecture
-from hfdist.models.quantize import packed_shapes
+from hfdist.models.packed_weights import packed_shapes
 from hfdist.planning.tracing.memory import trace_rank
 from hfdist.strategies.engine import Engine
 from hfdist.strategies.from_python import make_strategy

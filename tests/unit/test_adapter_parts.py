@@ -15,7 +15,7 @@ from hfdist.models.adapter_parts import aim_at_parts, describe_parts, find_matri
 from hfdist.models.adapter_trial import try_adapter
 from hfdist.models.expert_factors import use_factors
 from hfdist.models.experts import num_experts
-from hfdist.models.quantize import packed_shapes
+from hfdist.models.packed_weights import packed_shapes
 from hfdist.planning.tracing.trace import Trace
 from hfdist.strategies.traffic import Phase
 from tests.marks import many

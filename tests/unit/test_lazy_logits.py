@@ -15,7 +15,8 @@ from hfdist.config.composition.compose import compose_config
 from hfdist.models.loss import LossHead, UntriedError, choose_loss, refuse_model
 from hfdist.models.loss.choose import FEW_LOGITS
 from hfdist.models.loss.chunked import CHUNK_LOGITS, LEAST_ROWS, ChunkedLoss, _fusable, _losses_and_gradient
-from hfdist.models.loss.lazy_logits import LogitsOperation, _DeferredLogits, cast, deferring, reduce_token_losses
+from hfdist.models.loss.deferred_rows import LogitsOperation, cast
+from hfdist.models.loss.lazy_logits import _DeferredLogits, deferring, reduce_token_losses
 from hfdist.models.partitioning import Partitioning
 from hfdist.testing import run_ranks
 from tests.unit.tiny import llama

@@ -20,7 +20,7 @@ import zmq
 from hfdist.config.islands import Codec
 from hfdist.config.optimizer import OptimizerConfig
 from hfdist.config.plain_values import plain
-from hfdist.islands.rendezvous import Arrival
+from hfdist.islands.rendezvous_messages import Arrival
 from hfdist.islands.transport import AbortedError, Transport
 from hfdist.launch.address import listen
 from hfdist.messages.door import SECRET, knock, read_line

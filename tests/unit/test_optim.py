@@ -16,7 +16,14 @@ from hfdist.errors import ConfigError
 from hfdist.optim.check import check, check_steps_all, describe
 from hfdist.optim.joined import Joined
 from hfdist.optim.muon import Muon, MuonWithAdamW
-from hfdist.optim.probe import Reach, ask, groups_of_wholes, ignores_gradient_size, moving_options, starts_from_zeros
+from hfdist.optim.probe import (
+    Reach,
+    groups_of_wholes,
+    ignores_gradient_size,
+    moving_options,
+    probe_optimizer,
+    starts_from_zeros,
+)
 from hfdist.optim.registry import GROUP, check_optimizer, find_optimizer, stepped_whole, values_per_weight
 from hfdist.strategies.optimizer_state import StateReader
 from hfdist.strategies.pieces import list_pieces
@@ -125,7 +132,7 @@ def test_how_far_an_update_reaches_is_asked(name):
     make, reach, why = REACH[name]
     optimizer = make()
     before = copy.deepcopy((optimizer.param_groups, dict(optimizer.state)))
-    answer = ask(optimizer)
+    answer = probe_optimizer(optimizer)
     assert answer.reach is reach
     assert why in answer.why
     assert str(before) == str((optimizer.param_groups, dict(optimizer.state)))
@@ -135,14 +142,14 @@ def test_how_far_an_update_reaches_is_asked(name):
 def test_groups_with_and_without_decay_are_asked_apart(decays):
     groups = [{"params": parameters(), "weight_decay": decay} for decay in decays]
     optimizer = TrustRatioWhereDecayed(groups, lr=0.1)
-    assert ask(optimizer).reach is Reach.parameter
+    assert probe_optimizer(optimizer).reach is Reach.parameter
     assert [group["weight_decay"] for group in groups_of_wholes(optimizer, optimizer.param_groups)] == [0.1]
 
 
 def test_a_schedule_and_a_rate_of_zero_do_not_hide_it():
     optimizer = Adafactor(parameters(), lr=1e-3, relative_step=False, scale_parameter=False)
     LambdaLR(optimizer, lambda step: 0.0)
-    assert ask(optimizer).reach is Reach.parameter
+    assert probe_optimizer(optimizer).reach is Reach.parameter
     assert not optimizer.state
 
 
@@ -190,7 +197,7 @@ def test_looking_at_what_an_optimizer_keeps_draws_nothing_from_the_generators_of
     model = nn.Linear(3, 2)
     optimizer = Noisy(model.parameters(), lr=0.1)
     before = torch.get_rng_state()
-    assert ask(optimizer).not_saved == ""
+    assert probe_optimizer(optimizer).not_saved == ""
     ignores_gradient_size(optimizer)
     counts = [piece for piece in list_pieces(model, optimizer) if piece.key == "#count"]
     assert torch.equal(torch.get_rng_state(), before)
@@ -203,7 +210,7 @@ def test_looking_at_what_an_optimizer_keeps_draws_nothing_from_the_generators_of
 def test_asking_leaves_the_random_state_of_a_gpu_as_it_is():
     torch.manual_seed(3)
     before = torch.cuda.get_rng_state()
-    ask(torch.optim.AdamW([nn.Parameter(torch.ones(4, device="cuda"))]))
+    probe_optimizer(torch.optim.AdamW([nn.Parameter(torch.ones(4, device="cuda"))]))
     assert torch.equal(torch.cuda.get_rng_state(), before)
 
 

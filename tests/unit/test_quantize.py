@@ -15,7 +15,8 @@ from hfdist.config.model import Quantization
 from hfdist.errors import ConfigError
 from hfdist.models.flops import measure_size
 from hfdist.models.packed_experts import PackedStack, make_levels
-from hfdist.models.quantize import PackedLinear, hold_as_floats, packed_shapes, quantize_frozen
+from hfdist.models.packed_weights import PackedLinear, hold_as_floats, packed_shapes
+from hfdist.models.quantize import quantize_frozen
 from tests.distributed.trainers import on_ranks
 from tests.unit.test_adapter import TOKENS, base, build, compose, save_adapter, trained_names  # noqa: F401
 from tests.zoo.models import tiny_model

@@ -29,7 +29,8 @@ from transformers.models.auto.processing_auto import PROCESSOR_MAPPING_NAMES
 from hfdist.errors import first_line
 from hfdist.models.heads import IMAGE_TEXT
 from hfdist.models.processor import without_video
-from hfdist.models.shrink import SPECIAL_TOKENS, shrink
+from hfdist.models.shrink import shrink
+from hfdist.models.small_fields import SPECIAL_TOKENS
 from hfdist.models.tokenizer import train_bpe
 from tests.zoo.models import FIELDS, switch_off
 

@@ -11,7 +11,8 @@ from transformers.initialization import no_init_weights
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from hfdist.models.initialize import initialize_by_name
-from hfdist.models.shrink import SPECIAL_TOKENS, shrink
+from hfdist.models.shrink import shrink
+from hfdist.models.small_fields import SPECIAL_TOKENS
 
 NOT_BUILDABLE = {
     "gemma4_assistant": "its default config fails its own check, and its forward needs another model's keys and values",

@@ -17,7 +17,8 @@ from hfdist.config.model import Quantization
 from hfdist.models.adapter import NAME, inject_adapter
 from hfdist.models.experts import num_experts
 from hfdist.models.packed_experts import PackedStack, dequantize_expert, find_stacks, list_packed
-from hfdist.models.quantize import PackedLinear, packed_shapes, quantize_frozen
+from hfdist.models.packed_weights import PackedLinear, packed_shapes
+from hfdist.models.quantize import quantize_frozen
 from tests.zoo.models import tiny_batch, tiny_model
 from tests.zoo.splitting import TOLERANCE, compare_gradients, compare_losses, run_whole
 

@@ -79,5 +79,5 @@ def _may_be_used(path: Path) -> bool:
     try:
         return find_damage(path) is None
     except (FormatError, OSError):
-        # No damage: the start that reads it says what it is.
+        # This is no damage: the start that reads it says what it is.
         return True

@@ -1,4 +1,4 @@
-"""A list of a mirror: of which contents the files of one checkpoint consist."""
+"""A list of a mirror: the contents that the files of one checkpoint consist of."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class ListedCheckpoint:
     files: Mapping[str, Sequence[Content]]
     """Contents of each file, by its path in the checkpoint."""
     packs: Sequence[Content] = ()
-    """Of the files that grow beside it; see `packs.py`."""
+    """Packs of the files that grow beside it; see `packs.py`."""
 
     @property
     def num_bytes(self) -> int:

@@ -394,7 +394,7 @@ class Mirror:
                 self._changed.add(content.name)
                 return
             self._changed.discard(content.name)
-            # With a buffer: it goes on where the system has written a part alone.
+            # A buffered file goes on where the system has written only a part.
             with path.open("rb+") as file:
                 file.seek(begin)
                 file.write(data)

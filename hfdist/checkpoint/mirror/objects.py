@@ -76,7 +76,7 @@ class Objects:
 
         def writing(store: AbstractFileSystem) -> None:
             if scheme_of(self.address) == "hf":
-                # Else each object has a bar of its own beside that of the training.
+                # Each object would have a bar of its own beside that of the training.
                 disable_progress_bars()
             if scheme_of(self.address) in _APPEAR_WHOLE:
                 store.pipe(places)

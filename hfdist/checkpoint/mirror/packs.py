@@ -26,7 +26,7 @@ _MOST_HEAD_BYTES = 16 * 2**20
 _MOST_FILES = 100_000
 """Files that packs may make: each takes a place on the disk, even if it is empty."""
 _MOST_PACKS = 10_000
-"""Of one list: each takes a request."""
+"""Entries of one list: each takes a request."""
 _RACY_SECONDS = 2.0
 """A file that has changed so shortly before may change again, and show the same time."""
 _READ_BYTES = 2**20
@@ -53,7 +53,7 @@ class Pack:
     content: Content
     parts: Sequence[Part]
     hashes: Sequence[str]
-    """Of the bytes of each part."""
+    """Hash of the bytes of each part."""
 
     @property
     def num_bytes(self) -> int:

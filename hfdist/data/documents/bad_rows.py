@@ -18,7 +18,7 @@ _MOST_TRIED = 16
 
 def find_all_bad(shard: Shard) -> DataError | None:
     """Give the error of the first row, with a hint, if none of the first rows can be read."""
-    # Of one run: the first that has rows.
+    # All are of one run, the first that has rows.
     num_rows = 0 if holds_tokens(shard) else min(next(filter(None, shard.runs), 0), _MOST_TRIED)
     rows = list(shard.read(range(num_rows))) if num_rows else []
     bad = [row for row in rows if isinstance(row, BadRow)]

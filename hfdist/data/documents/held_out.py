@@ -56,10 +56,10 @@ class HeldOut(Dataset[dict[str, torch.Tensor]]):
         rows = torch.from_numpy(self._sequences[index][: len(NAMES)].astype(np.int64))
         item = dict(zip(NAMES, rows, strict=True))
         if self._has_one_each:
-            # What fills it up begins where positions restart.
+            # The filling begins where positions restart.
             begins = (rows[POSITION_IDS] == 0).nonzero().flatten()
             length = int(begins[1]) if len(begins) > 1 else rows.shape[1]
-            # By its number here: the same in every evaluation.
+            # The item's number stands for a document: it is the same in every evaluation.
             item[ORIGINS] = torch.tensor([[index, 0, 0, length]])
         return item
 

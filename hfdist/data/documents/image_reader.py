@@ -40,7 +40,7 @@ class ImageReader:
             return sequence
         documents, ends = numbers_of(sequence.records).tolist(), list(accumulate(sequence.lengths))
         images, blanks, problems = {}, [*sequence.blanks], [*sequence.problems]
-        # After the pieces of documents comes what fills up.
+        # The filling comes after the pieces of documents.
         for piece, (document, num_features) in enumerate(zip(documents, counts, strict=False)):
             if not num_features:
                 continue

@@ -19,7 +19,7 @@ from hfdist.whole_numbers import whole_number
 FORMAT = 3
 """Raise it when `to_json` changes, and `FORMAT_IN_COLUMNS` with it."""
 FORMAT_IN_COLUMNS = 4
-"""As `FORMAT`, but with the places of the lanes beside it, as columns."""
+"""Version of the form in which the places of the lanes stand beside it, as columns."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,7 +73,7 @@ class Cursor:
             "contents": self.contents,
             "lanes": self.num_lanes,
             "samples": self.samples,
-            # Else they follow from the samples.
+            # Where lanes share the samples evenly, their counts follow from the samples.
             **({} if counts == even and self.shares is None else uneven),
             **({} if self.shares is None else {"shares": self.shares.to_json()}),
         }

@@ -53,7 +53,7 @@ class Shares:
             lane: lane % self.count if lane % self.count in there else reader for lane, reader in self.readers.items()
         }
         orphans = [lane for lane, reader in sorted(readers.items()) if reader not in there]
-        # By homes: if one comes back, it takes whole units.
+        # A unit has lanes of one home, so that a run that comes back takes whole units.
         orphans.sort(key=lambda lane: (lane % self.count, lane))
         numbers = {run: sum(reader == run for reader in readers.values()) for run in sorted(there)}
         for start in range(0, len(orphans), unit):

@@ -194,7 +194,7 @@ class PackingBuffer:
             lengths=[*sequence.lengths, length - num_tokens],
             blanks=[*sequence.blanks, (num_tokens, length)],
             num_tokens=num_tokens,
-            # As in all sequences that are filled up: what was passed over comes first.
+            # What was passed over comes first, as in all sequences that are filled up.
             records=sequence.records[np.argsort(sequence.records["num_tokens"] > 0, kind="stable")],
         )
 
@@ -210,7 +210,7 @@ class Given(NamedTuple):
     """Some sequences of one lane, one after the other: what the cursor and the ledger take of them."""
 
     records: Records
-    """As in `Sequence`, of all."""
+    """Records of all of them, as in `Sequence`."""
     stops: list[int]
     """Where each sequence ends in the records."""
     next_place: Place

@@ -84,7 +84,7 @@ def _with_blank(
     """Put a document without targets, of these tokens and perhaps with an image, after those of a row."""
     documents = [] if inputs is None else [_Document(0, len(tokens), PieceImages(inputs, digest=0))]
     blank = _row(Pieces([tokens], [len(tokens)], [0], [(0, len(tokens))]), documents, images)
-    # Of digests it has none.
+    # The blank document has no digests of images: zeros stand for them.
     none = torch.zeros_like(blank["input_ids"])
     return {name: torch.cat([values, blank.get(name, none)], -1) for name, values in text.items()}
 
@@ -136,7 +136,7 @@ def _row(pieces: Pieces, documents: Sequences[_Document], images: ImageTokens) -
     """Give what a forward takes of the tokens of a sequence, each of shape [tokens]; positions may be [4, tokens]."""
     ids, positions, labels = make_rows(pieces, np.int64)
     row = images.row(ids, marks.are_images(join_tokens(pieces.parts)), labels)
-    # With a mask, nobody looks for documents in positions.
+    # A model that gets a mask does not look for documents in positions.
     del row["attention_mask"]
     row[_POSITIONS] = torch.from_numpy(positions)
     if images.positions is None:

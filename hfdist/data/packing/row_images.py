@@ -1,4 +1,4 @@
-"""The tensors of images in a batch, and how much of them is of which row, by which rows come apart again with theirs.
+"""The tensors of images in a batch, and how much of them each row has, so that a batch can be cut by rows.
 
 input_ids                             3 rows
 pixel_values                          8 patches, end to end

@@ -149,7 +149,7 @@ def _windows(chunks: Iterator[tuple[Place, DocumentBatch]], arrange: _Arrange, l
     pending = _Pending()
 
     def take(*, is_all: bool) -> Iterator[_Window]:
-        # Else each chunk without tokens would be looked at again with every one that follows.
+        # Chunks without tokens do not count here: each would be looked at again with every chunk that follows.
         while pending.chunks and (is_all or pending.num_with_tokens >= least):
             begin, sizes = pending.chunks[0][0], np.concatenate([chunk.lengths for _, chunk in pending.chunks])
             if (found := arrange(sizes, begin, is_all)) is None:

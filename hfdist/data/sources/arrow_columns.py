@@ -12,10 +12,10 @@ import pyarrow.compute as pc
 import xxhash
 from numpy.typing import NDArray
 
-from hfdist.config.plain_values import without_nulls
 from hfdist.data.sources.base import BadRow, ContentError, check_size, check_text, decode_text
 from hfdist.data.sources.columns import Column, Kind
 from hfdist.data.sources.rows import RowReader
+from hfdist.data.sources.values import without_nulls
 from hfdist.errors import first_line
 
 VALUE_BYTES = 8

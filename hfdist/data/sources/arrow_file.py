@@ -91,7 +91,7 @@ class ArrowShard(FileShard):
             places = [schema.names.index(name) for name in columns]
             source.seek(start)
             reader = ipc.open_stream(source, options=ipc.IpcReadOptions(included_fields=places))
-            # Of all columns: a stream has the dictionaries of those that are not read, too.
+            # All columns count: a stream has the dictionaries of those that are not read, too.
             yield _Opened(source, reader, is_in_order=any(has_dictionary(kind) for kind in schema.types))
 
 
@@ -107,6 +107,6 @@ def _batch_at(offset: int, opened: _Opened) -> pa.RecordBatch:
 def _checked(column: pa.Array) -> pa.Array:
     """Give the column once its offsets are known to lie inside its buffers: Arrow itself trusts them."""
     binary = {pa.string(): pa.binary(), pa.large_string(): pa.large_binary(), pa.string_view(): pa.binary_view()}
-    # As bytes, because one row that is no UTF-8 does not spoil the others.
+    # Texts are checked as bytes, because one row that is no UTF-8 does not spoil the others.
     (column.view(binary[column.type]) if column.type in binary else column).validate(full=True)
     return column

@@ -168,7 +168,7 @@ class FileShard(ABC):
         path, refusal = cache_dir / "index" / f"{name}.npy", cache_dir / "index" / f"{refused}.json"
 
         def make_or_refuse() -> NDArray[np.int64]:
-            # Else it is not there, or damaged.
+            # A refusal that is damaged, or not there, counts for nothing.
             with contextlib.suppress(OSError, ValueError, TypeError):
                 raise ContentError(**json.loads(refusal.read_bytes()))
             try:

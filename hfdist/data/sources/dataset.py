@@ -124,7 +124,7 @@ def _is_out_of_reach(error: BaseException | None) -> bool:
     while error is not None:
         if isinstance(error, (LocalEntryNotFoundError, ConnectionError, TimeoutError)):
             return True
-        # Also where it was raised "from None".
+        # The context is there even where the error was raised "from None".
         error = error.__cause__ or error.__context__
     return False
 

@@ -87,5 +87,5 @@ def slices(
 def views_of(
     tokens: _Arrays, arrays: Sequence[int], starts: Sequence[int], stops: Sequence[int]
 ) -> list[NDArray[np.integer]]:
-    """As `slices`, of columns that are lists already, with ends in place of lengths."""
+    """Give what `slices` does, from columns that are lists already, with ends in place of lengths."""
     return [tokens[array][start:stop] for array, start, stop in zip(arrays, starts, stops, strict=True)]

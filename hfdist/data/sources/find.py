@@ -1,4 +1,4 @@
-"""From a source's config to its shards, in canonical order, all checked before training, or as an index has them."""
+"""Finds the shards of a source by its config, in canonical order: checked before training, or as an index has them."""
 
 from __future__ import annotations
 
@@ -11,9 +11,10 @@ from hfdist.config.data import BadRows, DataConfig, SourceKind
 from hfdist.config.override_text import in_shell
 from hfdist.data.sources.base import ContentError, FileShard
 from hfdist.data.sources.dataset import open_hub
+from hfdist.data.sources.index_file import index_folder
 from hfdist.data.sources.indexed import IndexedShards
 from hfdist.data.sources.open_file import LINES, SUFFIXES, is_one_document, open_file
-from hfdist.data.sources.rows import RowReader, index_folder
+from hfdist.data.sources.rows import RowReader
 from hfdist.data.sources.shards import OpenShards, Shards
 from hfdist.data.sources.stdlib import open_docstrings, open_standard_library
 from hfdist.data.sources.tokenfile import open_token_shards
@@ -149,7 +150,7 @@ class BadFilePolicy:
     def __call__(self, file: DataFile, error: ContentError) -> None:
         """Raise the error with what to do, or note it."""
         if self.stops:
-            # Of one file alone, nothing would be left.
+            # If the file is the only one, nothing would be left without it.
             if not self._is_alone:
                 skip = "data.on_bad_rows=skip leaves the file out"
                 error.hint = f"{error.hint}, or {skip}" if error.hint else skip

@@ -24,7 +24,7 @@ format does not read follows in a line of its own: `split_columns`.
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import chain, takewhile
 from typing import NamedTuple
 
@@ -39,7 +39,7 @@ from hfdist.data.sources.messages import (
     as_messages,
     canonical_message,
     canonical_turn,
-    conversation,
+    chat_example,
     messages_of,
     with_system,
 )
@@ -66,6 +66,10 @@ class RowColumns(NamedTuple):
     convert: Callable[[Row], Example]
     """ContentError, without its `where`: the values are of another form."""
 
+    def fits(self, present: Collection[str]) -> bool:
+        """Whether all columns that the format needs are there."""
+        return all(name in present for name in self.needed)
+
 
 def from_text(row: Row) -> Example:
     """Plain text."""
@@ -75,14 +79,14 @@ def from_text(row: Row) -> Example:
 def _from_messages(row: Row) -> Example:
     """OpenAI's `messages`, with or without `tools`."""
     messages = list_of(row["messages"], "messages")
-    return conversation([canonical_message(item, f"messages[{n}]") for n, item in enumerate(messages)], row)
+    return chat_example([canonical_message(item, f"messages[{n}]") for n, item in enumerate(messages)], row)
 
 
 def _from_sharegpt(row: Row) -> Example:
     """ShareGPT's `conversations` of `from` and `value`."""
     items = list_of(row["conversations"], "conversations")
     messages = [canonical_turn(item, f"conversations[{n}]") for n, item in enumerate(items)]
-    return conversation(with_system(messages, row), row)
+    return chat_example(with_system(messages, row), row)
 
 
 def _from_alpaca(row: Row) -> Example:
@@ -97,7 +101,7 @@ def _from_alpaca(row: Row) -> Example:
     messages.append({"role": "user", "content": "\n".join(asked)})
     messages.append({"role": "assistant", "content": text_of(row["output"], "output")})
     whole = with_system(messages, row)
-    return conversation(whole, row) | ({"learned_from": len(whole) - 1} if row.get("history") else {})
+    return chat_example(whole, row) | ({"learned_from": len(whole) - 1} if row.get("history") else {})
 
 
 def _from_prompt(row: Row) -> Example:
@@ -111,7 +115,7 @@ def _from_prompt(row: Row) -> Example:
 def _answered(prompt: object, answer: object, row: Row) -> Example:
     """A conversation of a prompt and its answer; either may be a text."""
     asked, answers = messages_of(prompt, "user", "prompt"), messages_of(answer, "assistant", "completion")
-    return conversation([*asked, *answers], row) | {"learned_from": len(asked)}
+    return chat_example([*asked, *answers], row) | {"learned_from": len(asked)}
 
 
 def _from_preference(row: Row) -> Example:
@@ -170,7 +174,7 @@ def _from_retrieval(row: Row) -> Example:
 
 
 def _from_ranking(row: Row) -> Example:
-    """As `retrieval`."""
+    """A query and texts, as of `retrieval`, that are read together."""
     example = _from_retrieval(row)
     return {"query": example["query"], "ranked": example["documents"]}
 

@@ -120,7 +120,7 @@ def part_of(part: Mapping[str, object]) -> object:
     found = next((part[name] for name in ("image", "path", "url", "image_url", "base64") if part.get(name)), None)
     if isinstance(found, str) and part.get("base64") is found:
         return f"data:;base64,{found}"
-    # As OpenAI has it.
+    # OpenAI's form holds the address in an object.
     return found["url"] if isinstance(found, Mapping) and "url" in found else found
 
 
@@ -160,7 +160,7 @@ def _open(ref: object, rules: ImageRules) -> ImageFile:
     """Read an image as far as its header."""
     path = None
     if isinstance(ref, Mapping):
-        # As `datasets` writes its feature Image.
+        # `datasets` writes its feature Image so.
         ref = ref.get("bytes") or ref.get("path")
     if isinstance(ref, str) and ref.startswith("data:"):
         ref = _decoded(ref, rules)

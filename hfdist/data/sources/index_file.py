@@ -33,7 +33,7 @@ SUMMARY, FILES, STARTS = "index.json", "files.arrow", "starts"
 SCHEMA = pa.schema(
     [
         pa.field("name", pa.large_string(), nullable=False),
-        # What its address has after that of the source.
+        # The part of its address that follows the source's.
         pa.field("place", pa.large_string(), nullable=False),
         pa.field("size_bytes", pa.int64(), nullable=False),
         pa.field("version", pa.large_string(), nullable=False),
@@ -56,6 +56,11 @@ _MAGIC = b"ARROW1\0\0"
 _HEADER, _METADATA, _COMPRESSION = 2, 4, 3
 """Numbers of fields: two of a Message, and one of its RecordBatch."""
 _MAKE_AGAIN = "delete the folder, and make the index anew: hfdist index"
+
+
+def index_folder(section: str) -> str:
+    """Give the path of a source's index below `<run.dir>/index`: its name, or `eval_sources/` and its name."""
+    return section.removeprefix("data.").removeprefix("sources.").replace(".", "/", 1)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -158,7 +163,7 @@ def read_files(path: Path, digest: str) -> pa.RecordBatch:
         source = pa.memory_map(str(path))
         if xxhash.xxh3_128(memoryview(source.read_buffer())).hexdigest() != digest:
             raise damaged_index(path, "another hash")
-        # What comes first in the file is a stream, and each message of it can be seen before it is decoded.
+        # The file begins with a stream, whose messages can each be seen before they are decoded.
         source.seek(len(_MAGIC))
         schema, message, *others = ipc.MessageReader.open_stream(source)
         if ipc.read_schema(schema) != SCHEMA or others:
@@ -248,7 +253,7 @@ def map_starts(path: Path, batch: pa.RecordBatch) -> NDArray[np.int64]:
         if found == total == 0:
             return np.empty(0, dtype=np.int64)
         if found == 8 * total:
-            # As a plain array: slices of a memmap cost ten times as much.
+            # It becomes a plain array, since slices of a memmap cost ten times as much.
             return np.asarray(np.memmap(path, "<i8", "r"))
     except OSError as error:
         raise damaged_index(path, str(error)) from error

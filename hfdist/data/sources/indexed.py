@@ -29,6 +29,7 @@ from hfdist.data.sources.index_file import (
     check_lines,
     damaged_index,
     hash_of,
+    index_folder,
     integer_column,
     map_starts,
     read_files,
@@ -36,7 +37,7 @@ from hfdist.data.sources.index_file import (
     runs_of,
 )
 from hfdist.data.sources.open_file import LINES, open_file
-from hfdist.data.sources.rows import RowReader, index_folder
+from hfdist.data.sources.rows import RowReader
 from hfdist.data.sources.shards import ShardFacts, Shards
 from hfdist.data.sources.text import MOST_DOCUMENT_BYTES
 from hfdist.data.storage.filecache import FileCache
@@ -170,7 +171,7 @@ class IndexedShards(Shards):
 
     def _address(self, place: str) -> str:
         if not self._is_remote:
-            # As the file itself writes it.
+            # The file has its address in this form.
             return str(Path(self._root, place))
         return f"{self._root}/{place}" if place else self._path
 
@@ -227,7 +228,7 @@ class IndexedShards(Shards):
         if was is not None:
             read_contents([file], self._cache.folder)
         now = file.contents
-        # Of the others, the middle is not known.
+        # The identity of any other file says nothing of its middle.
         is_known = was is not None or is_in_identity(file)
         is_same = was is None or (now is not None and np.array_equal(now, was))
         if not (is_known and is_same) or identify(file, self._rows.key) != entry.identity:

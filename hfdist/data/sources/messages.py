@@ -7,9 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from hfdist.config.plain_values import without_nulls
 from hfdist.data.sources.images import IMAGES, PLACE, part_of
-from hfdist.data.sources.values import list_of, parsed, refuse, text_of
+from hfdist.data.sources.values import list_of, parsed, refuse, text_of, without_nulls
 
 _SPEAKERS = {
     "system": ("system",),
@@ -24,7 +23,7 @@ _CALLS = ("function_call", "tool_call")
 Message = dict[str, object]
 
 
-def conversation(messages: Sequence[Message], row: Mapping[str, object]) -> dict[str, object]:
+def chat_example(messages: Sequence[Message], row: Mapping[str, object]) -> dict[str, object]:
     """Give an example of messages, with the tools of its row."""
     if not messages:
         refuse("the conversation is empty", "messages", None, "a message or more")
@@ -99,7 +98,7 @@ def canonical_turn(item: object, part: str) -> Message:
     value = text_of(turn.get("value"), f"{part}.value")
     weight = {} if turn.get("weight") is None else {"weight": turn["weight"]}
     _check_weight(weight, part)
-    # As a row without weights.
+    # A weight of 1 says no more than none: the row is then as one without weights.
     weight = {} if weight == {"weight": 1} else weight
     if speaker not in _CALLS:
         return {"role": _ROLES[speaker], "content": value, **weight}

@@ -21,7 +21,7 @@ from hfdist.data.storage.filecache import FileCache
 from hfdist.data.storage.files import LocalFile
 from hfdist.data.storage.identity import identify_all, read_contents
 
-# Not part of the library itself, or not there on every installation.
+# These are not part of the library itself, or not there on every installation.
 _SKIPPED_FOLDERS = {"site-packages", "dist-packages", "__pycache__"}
 _TESTS = {"test", "tests", "idle_test"}
 # Shorter answers say nothing, and longer ones are manuals.
@@ -71,7 +71,7 @@ def _conversations() -> Iterator[list[dict[str, object]]]:
     for path in sorted(_source_files(_SKIPPED_FOLDERS | _TESTS)):
         module = ".".join(path.relative_to(_root()).with_suffix("").parts).removesuffix(".__init__")
         with warnings.catch_warnings():
-            # Of old escapes in strings.
+            # Old escapes in strings would warn.
             warnings.simplefilter("ignore")
             tree = ast.parse(path.read_bytes())
         for name, node in _definitions(tree, module):

@@ -1,4 +1,4 @@
-"""Text files and JSON lines: an index of where rows begin, made once and cached; compressed files are unpacked once.
+"""Text files and JSON lines: an index of where rows begin, made once and cached.
 
 A text file is one document, or several of about a mebibyte where it is larger.
 """
@@ -9,17 +9,15 @@ import codecs
 import io
 import json
 import logging
-import shutil
 from abc import abstractmethod
 from array import array
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, suppress
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO
+from typing import BinaryIO
 
 import numpy as np
-import pyarrow as pa
 from numpy.typing import NDArray
 
 from hfdist.data.sources.base import (
@@ -28,31 +26,23 @@ from hfdist.data.sources.base import (
     FileShard,
     Layout,
     check_size,
-    damage,
     decode_text,
-    expands_too_much,
     spans_of_part,
 )
 from hfdist.data.sources.columns import kinds_of
 from hfdist.data.sources.messages import has_null_arguments
 from hfdist.data.sources.rows import RowReader
+from hfdist.data.sources.unpacked import CODECS, PIECE_BYTES, UnpackedFile, open_unpacked
 from hfdist.data.storage.filecache import FileCache
-from hfdist.data.storage.files import DataFile, LocalFile, key_of
-
-if TYPE_CHECKING:
-    from _typeshed import WriteableBuffer
+from hfdist.data.storage.files import DataFile, LocalFile
 
 logger = logging.getLogger(__name__)
 
 MOST_DOCUMENT_BYTES = 1 << 20
 _BYTE_ORDER_MARK = "\ufeff"
 _CONTINUATION = range(0x80, 0xC0)
-_CODECS = {".gz": "gzip", ".zst": "zstd"}
-_PIECE_BYTES = 1 << 20
 _SAMPLED_ROWS, _SAMPLED_BYTES = 16, 1 << 20
 _SHOWN_BYTES = 80
-
-_MOST_UNPACKED_BYTES = 1 << 30  # unless it is small beside the packed ones
 
 
 class _LinesShard(FileShard):
@@ -62,7 +52,7 @@ class _LinesShard(FileShard):
         self, file: DataFile, identity: str, cache: FileCache, layout: Layout | None, *, gives_examples: bool = False
     ) -> None:
         self._cache = cache
-        self._codec = _CODECS.get(Path(file.name).suffix)
+        self._codec = CODECS.get(Path(file.name).suffix)
         super().__init__(file, identity, layout, gives_examples=gives_examples)
 
     def read(self, rows: Sequence[int]) -> list[str | BadRow]:
@@ -94,7 +84,7 @@ class _LinesShard(FileShard):
             return self.file.local()
         if isinstance(self.file, LocalFile):
             self.file.check_unchanged()
-        return self._cache.fetch(_Unpacked(self.file, int(self.layout.starts[-1]), self._codec))
+        return self._cache.fetch(UnpackedFile(self.file, int(self.layout.starts[-1]), self._codec))
 
 
 class TextShard(_LinesShard):
@@ -149,9 +139,9 @@ class JsonLinesShard(_LinesShard):
 
     def _index(self) -> NDArray[np.int64]:
         """Find the lines, and check that the columns are in the first."""
-        with _open_unpacked(self.file, self._codec) as file:
+        with open_unpacked(self.file, self._codec) as file:
             starts = _line_starts(file)
-        with _open_unpacked(self.file, self._codec) as file:
+        with open_unpacked(self.file, self._codec) as file:
             head = file.read(_SAMPLED_BYTES)
         whole_rows = int(np.searchsorted(starts, len(head), side="right")) - 1
         self.layout = _layout_of_rows(starts[: max(min(whole_rows, _SAMPLED_ROWS), 0) + 1])
@@ -164,7 +154,7 @@ class JsonLinesShard(_LinesShard):
             try:
                 self._rows.columns(kinds_of(sampled), where=self.file.url)
             except ContentError:
-                # What is no JSON says more than the columns of the rest.
+                # A row that is no JSON says more than the columns of the rest.
                 for value in objects:
                     if isinstance(value, BadRow):
                         raise value.error from None
@@ -233,8 +223,8 @@ def _line_starts(file: io.BufferedReader) -> NDArray[np.int64]:
     starts, place, line_start, is_blank = array("q"), 0, 0, True
     if file.peek().startswith(codecs.BOM_UTF8):
         place = line_start = len(file.read(len(codecs.BOM_UTF8)))
-    # In pieces, because a file may be one line that is larger than memory.
-    while piece := file.readline(_PIECE_BYTES):
+    # It reads pieces, because a file may be one line that is larger than memory.
+    while piece := file.readline(PIECE_BYTES):
         if is_blank and not piece.isspace():
             starts.append(line_start)
             is_blank = False
@@ -244,57 +234,3 @@ def _line_starts(file: io.BufferedReader) -> NDArray[np.int64]:
     # A blank line belongs to the row before it: JSON allows white space after a value.
     starts.append(place)
     return np.frombuffer(starts, dtype=np.int64)
-
-
-@contextmanager
-def _open_unpacked(file: DataFile, codec: str | None) -> Iterator[io.BufferedReader]:
-    """Open a file for reading from its start on, unpacked where there is a codec.
-
-    Reading raises ContentError where it is damaged, cut off, or becomes far more than text does.
-    """
-    with file.local() as path:
-        if codec is None:
-            with path.open("rb") as plain:
-                yield plain
-            return
-        # Arrow's reader, because zstandard's takes a file that is cut off for one that ends there.
-        with pa.OSFile(str(path)) as packed, pa.CompressedInputStream(packed, codec) as stream:
-            yield io.BufferedReader(_Unpacking(stream, file), _PIECE_BYTES)
-
-
-class _Unpacked:
-    """What the cache asks of a file that it keeps."""
-
-    def __init__(self, packed: DataFile, size_bytes: int, codec: str) -> None:
-        self.url, self.size_bytes = packed.url, size_bytes
-        # Not of its address, which may be a relative path: two folders may have files of one size and time.
-        self.key = key_of(packed.key, "unpacked")
-        self._packed, self._codec = packed, codec
-
-    def fetch_into(self, file: BinaryIO) -> None:
-        with _open_unpacked(self._packed, self._codec) as unpacked:
-            shutil.copyfileobj(unpacked, file, _PIECE_BYTES)
-
-
-class _Unpacking(io.RawIOBase):
-    """A compressed stream whose damage names the file, and which ends before it fills a disk."""
-
-    def __init__(self, stream: pa.CompressedInputStream, file: DataFile) -> None:
-        self._stream, self._file, self._num_bytes = stream, file, 0
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: WriteableBuffer) -> int:
-        try:
-            count: int = self._stream.readinto(buffer)
-        except (pa.ArrowException, OSError) as error:
-            raise damage("the compressed file is damaged or cut off", error, where=self._file.url) from error
-        self._num_bytes += count
-        if expands_too_much(self._file.size_bytes, self._num_bytes, allowed_bytes=_MOST_UNPACKED_BYTES):
-            raise ContentError(
-                "the compressed file expands beyond reason",
-                where=self._file.url,
-                found=f"{self._file.size_bytes:,} bytes that become more than {self._num_bytes:,}",
-            )
-        return count

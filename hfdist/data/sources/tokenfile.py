@@ -164,7 +164,7 @@ class TokenFileShard:
             return np.empty(0, dtype=self._dtype)
         # Complements of context tokens are negative in four signed bytes.
         dtype = self._dtype if self._dtype.itemsize == _NARROW_BYTES else np.dtype("<i4")
-        # As a plain array: slices of a memmap cost ten times as much.
+        # It becomes a plain array, since slices of a memmap cost ten times as much.
         return np.asarray(np.memmap(self._tokens_path, dtype, "r"))
 
     @cached_property

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import json
-from typing import NoReturn
+from typing import NoReturn, TypeVar, cast
 
 from hfdist.data.sources.base import ContentError
 
+T = TypeVar("T")
 _SHOWN_CHARACTERS = 80
 
 
@@ -55,3 +56,13 @@ def parsed(value: object) -> object:
     except (ValueError, RecursionError):
         return value
     return found if isinstance(found, list | dict) else value
+
+
+def without_nulls(value: T) -> T:
+    """Leave out the keys whose value is null, at every depth: tables give each object the keys of all rows."""
+    found: object = value
+    if isinstance(value, dict):
+        found = {name: without_nulls(item) for name, item in value.items() if item is not None}
+    elif isinstance(value, list):
+        found = [without_nulls(item) for item in value]
+    return cast(T, found)

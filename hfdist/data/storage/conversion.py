@@ -73,7 +73,7 @@ def _for_each(paths: Sequence[Path], given: str, kind: str, command: str) -> str
     if expand_user(given).is_dir():
         folder = shlex.quote(os.path.commonpath(paths) or ".")
         return f'find -L {folder} -name "*{kind}" | while IFS= read -r file; do {command}; done'
-    # No other file: those beside them, or below, were not asked for.
+    # The command touches no other file: those beside them, or below, were not asked for.
     glob = re.sub(r"([^\w*?!\[\]./~-])", r"\\\1", given)
     own = command if given.endswith(kind) else f'case "$file" in *{kind}) {command};; esac'
     return f"{'shopt -s globstar; ' if '**' in given else ''}for file in {glob}; do {own}; done"

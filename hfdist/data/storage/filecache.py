@@ -106,7 +106,7 @@ class FileCache:
                 file.flush()
                 os.fsync(descriptor)
             os.rename(part, path)
-            # Not at one blow: another process may lock, and evict, in between. Then it is fetched again.
+            # The lock changes in two steps: another process may lock, and evict, in between. It is then fetched again.
             fcntl.flock(descriptor, fcntl.LOCK_SH)
             if not _is_there(descriptor, path):
                 os.close(descriptor)

@@ -151,7 +151,7 @@ class RemoteFile(DataFile):
                 file.write(self._read_range(start, min(start + _FETCHED_BYTES, self.size_bytes)))
         except RangeError:
             self._network.retries.run(lambda: self._fetch_whole(file), self.address)
-        # What was read in between is one file, and not parts of two.
+        # So what was read in between is of one file, and not of two.
         self.check_unchanged()
 
     def read_range(self, start: int, stop: int) -> bytes:

@@ -195,7 +195,7 @@ def _folders_below(top: Path) -> Iterator[tuple[Path, list[str]]]:
 def _refuse_folder(error: OSError) -> None:
     """Raise a DataError: a folder that cannot be listed would be left out of the data in silence."""
     if os.path.basename(error.filename) == "lost+found":
-        # Of the file system, at the top of a disk.
+        # The file system made this folder, at the top of a disk.
         return
     what, hint = f"a folder of the data cannot be read: {error.strerror}", "the right to list it, or a glob without it"
     raise DataError(what, where=str(error.filename), hint=hint) from error

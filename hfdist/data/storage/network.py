@@ -160,9 +160,9 @@ def _open(scheme: str) -> AbstractFileSystem:
     elif scheme == "http":
         import aiohttp
 
-        # By default a file that takes more than five minutes fails.
+        # Without it, a file that takes more than five minutes would fail.
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=_CONNECT_SECONDS, sock_read=_SILENCE_SECONDS)
-        # The bytes as they are stored: some servers declare .gz files as encoded, and they would arrive unpacked.
+        # Bytes come as they are stored: some servers declare .gz files as encoded, which would arrive unpacked.
         client = {"timeout": timeout, "auto_decompress": False, "trust_env": True}
         settings = {"client_kwargs": {**client, "headers": {"Accept-Encoding": "identity"}}}
     store = get_filesystem_class(scheme)(skip_instance_cache=True, **settings)

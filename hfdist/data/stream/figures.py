@@ -16,7 +16,7 @@ from hfdist.data.documents.corpus import Corpus
 from hfdist.data.documents.first_examples import explain_no_targets
 from hfdist.data.order.cursor import Cursor
 from hfdist.data.order.records import Records, Status
-from hfdist.data.stream.lane import LanePlan
+from hfdist.data.stream.lane_plan import LanePlan
 from hfdist.data.stream.token_stream import TokenStream
 from hfdist.data.tokenization.image_tokens import ImageTokens
 from hfdist.errors import DataError

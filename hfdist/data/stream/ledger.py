@@ -109,7 +109,7 @@ class Ledger:
     def set_aside(self, lanes: Iterable[int], samples: int) -> None:
         """Rename the files of lanes, since other data are read from here on, after `samples` sequences of the run."""
         with self._writing:
-            # Of a training that has failed, and goes back to here.
+            # What a training that has failed has added does not count: it goes back to here.
             self._pending, self._counted = {}, []
         for lane in lanes:
             for path in (records_file(self.folder, lane), bad_rows_file(self.folder, lane)):
@@ -129,7 +129,7 @@ class Ledger:
             for lane, count in sequences.items():
                 path = records_file(self.folder, lane)
                 if path.is_file():
-                    # Not searchsorted, which would read the whole column.
+                    # searchsorted would read the whole column.
                     kept = bisect.bisect_left(read_records(self.folder, lane), count, key=lambda own: own["sequence"])
                     os.truncate(path, kept * RECORD.itemsize)
                 path = bad_rows_file(self.folder, lane)

@@ -17,7 +17,7 @@ from hfdist.data.order.records import Records, join
 from hfdist.data.packing.sequence import PieceImages, Pieces, Problem, join_tokens
 from hfdist.data.packing.sequence import Sequence as PackedSequence
 from hfdist.data.stream.bytes_ahead import BytesAhead
-from hfdist.data.stream.lane import Packed
+from hfdist.data.stream.lane import LaneSequence
 from hfdist.data.stream.worker_deaths import WorkerRegistry
 from hfdist.data.stream.worker_process import forward_to_rank, keep_arrays
 from hfdist.errors import HfdistError
@@ -36,7 +36,7 @@ class _Bundle(NamedTuple):
     """Sequences with their lanes and pools."""
 
     turns: list[tuple[int, int | None]]
-    """Lane and pool of each sequence, as in `Packed`."""
+    """Lane and pool of each sequence, as in `LaneSequence`."""
     tokens: NDArray[np.integer]
     """Tokens of all sequences, end to end, in their narrow type: the rank makes positions and labels of them."""
     records: Records
@@ -47,12 +47,12 @@ class _Bundle(NamedTuple):
 
 _Item = tuple[_Bundle | None, HfdistError | None]
 """Sequences of a worker, and what it met after them."""
-_Open = Callable[[int, int], Iterator[Packed]]
+_Open = Callable[[int, int], Iterator[LaneSequence]]
 
 
 def read_ahead(
     open_sequences: _Open, lanes: Sequence[Sequence[int]], prefetch: int, *, one_by_one: bool, most_image_bytes: int
-) -> Generator[Packed]:
+) -> Generator[LaneSequence]:
     """Give sequences that workers take turns to read.
 
     Args:
@@ -74,7 +74,7 @@ def read_ahead(
         gc.freeze()
 
     ahead = BytesAhead(num_workers, most_image_bytes)
-    # No more than half of what is read ahead, so that one item is made while another is used.
+    # An item has at most half of what is read ahead, so that one is made while another is used.
     most_in_item = 1 if one_by_one else min(max(prefetch // 2, _FIRST_ITEM), _LARGEST_ITEM)
     loader = DataLoader(
         _Worker(open_sequences, most_in_item, ahead),
@@ -112,7 +112,7 @@ class _Worker(IterableDataset[object]):
     def __iter__(self) -> Iterator[_Item]:
         info = get_worker_info()
         assert info is not None
-        item: list[Packed] = []
+        item: list[LaneSequence] = []
         sequences = self._open(info.id, info.num_workers)
         try:
             for item_size in _item_sizes(self._most_in_item):
@@ -133,7 +133,7 @@ def _item_sizes(most: int) -> Iterator[int]:
         size = min(2 * size, most)
 
 
-def _unpack(item: _Item) -> Iterator[Packed]:
+def _unpack(item: _Item) -> Iterator[LaneSequence]:
     """Give what a worker sent; raises its error where the worker met it."""
     sent, error = item
     if sent is not None:
@@ -142,7 +142,7 @@ def _unpack(item: _Item) -> Iterator[Packed]:
         raise error
 
 
-def _bundle(item: Sequence[Packed]) -> _Bundle:
+def _bundle(item: Sequence[LaneSequence]) -> _Bundle:
     """Copy the tokens and the records of sequences, one or more."""
     sequences = [packed.sequence for packed in item]
     return _Bundle(
@@ -158,7 +158,7 @@ def _rest(one: PackedSequence) -> _Rest:
     return one.lengths, one.blanks, tuple(one.next_place), one.num_tokens, one.num_documents, one.problems, one.images
 
 
-def _unbundle(given: _Bundle) -> Iterator[Packed]:
+def _unbundle(given: _Bundle) -> Iterator[LaneSequence]:
     """Give the sequences of a bundle."""
     token, record = 0, 0
     for (lane, pool), num_records, rest in zip(given.turns, given.num_records, given.rests, strict=True):
@@ -166,5 +166,5 @@ def _unbundle(given: _Bundle) -> Iterator[Packed]:
         stop, last = token + sum(lengths), record + num_records
         parts, records = [given.tokens[token:stop]], given.records[record:last]
         own = parts, lengths, blanks, Place._make(place), num_tokens, num_documents, records
-        yield Packed(lane, pool, PackedSequence(*own, problems, images))
+        yield LaneSequence(lane, pool, PackedSequence(*own, problems, images))
         token, record = stop, last

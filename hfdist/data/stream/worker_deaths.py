@@ -66,7 +66,7 @@ class WorkerRegistry:
             yield
 
 
-# Of the process, as the handler is: several loaders may be open, and end in any order.
+# The process has one list, as it has one handler: several loaders may be open, and end in any order.
 _alive: weakref.WeakSet[WorkerRegistry] = weakref.WeakSet()
 
 
@@ -79,7 +79,7 @@ def _explained() -> Iterator[None]:
         if not str(error).startswith("DataLoader worker"):
             raise
         if isinstance(error.__cause__, ResourceError):
-            # Where torch was waiting for data, it has caught what the handler raised, and says less.
+            # If torch was waiting for data, it has caught the handler's error, and says less.
             raise error.__cause__ from error.__cause__.__cause__
         raise _describe(error) from error
 

@@ -119,7 +119,7 @@ class ChatEncoder:
             images.append(Span(length - len(expansion), length))
             last = span.end
         stops = [span.end for span in places]
-        # By how much what follows so many images has moved.
+        # Item n is how far that has moved which follows n images.
         shifts = [0, *(new.end - old.end for new, old in zip(images, places, strict=True))]
 
         def move(place: int) -> int:
@@ -139,7 +139,7 @@ class ChatEncoder:
         written = json.dumps([messages, tools], ensure_ascii=False)
         if _OURS.search(written):
             raise RefusedError("it holds private characters of the last two planes, which are used here as marks")
-        # Else a message could forge the end of a turn, and begin another one.
+        # A message that is not quoted could forge the end of a turn, and begin another one.
         wrapped = [self._wrap(messages), self._wrap(tools)]
         has_quoted = wrapped != [messages, tools]
         messages, tools = wrapped

@@ -171,7 +171,7 @@ class Encoders:
             rejected.append(example.pop("rejected", None))
             try:
                 begun.append([self._begin(answer) for answer in _answers(example, rejected[-1])])
-            # Also arguments of a call that are nested deeper than Python goes.
+            # RecursionError: arguments of a call are nested deeper than Python goes.
             except (RefusedError, RecursionError) as error:
                 what = "the chat template does not take the conversation"
                 begun.append(ContentError(what, found=str(error), hint="data.chat.template for another template"))

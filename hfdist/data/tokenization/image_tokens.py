@@ -74,7 +74,7 @@ class ImageTokens:
         try:
             return self._expansion(size)[0]
         except ValueError as error:
-            # Such as of Qwen's, of an image that is 200 times as long as it is wide.
+            # Qwen's, for one, takes no image that is 200 times as long as it is wide.
             what = f"the model's processor does not take an image of this size: {first_line(error)}"
             raise ContentError(what, found=f"{size[0]} x {size[1]}") from error
 
@@ -126,7 +126,7 @@ class ImageTokens:
         """Tokens and tensors of a small image, for batches without one."""
         images = [Image.new("RGB", size) for size in _SMALL_SIZES]
         tokens = [self.tokens_of(image) for image in images]
-        # Of a narrow one nothing may be left where a processor makes it smaller.
+        # A processor may make a narrow image so small that nothing is left of it.
         seen = [number for number, own in enumerate(tokens) if np.isin(own, self.ids).any()]
         number = min(seen, key=lambda n: len(tokens[n]))
         return tokens[number], self.inputs([images[number]])

@@ -79,7 +79,7 @@ class _Conversation:
     ) -> None:
         self._template, self._tokens = template, tokens
         self._text, self._messages, self._tools = text, messages, tools
-        # Of this conversation alone: what a template writes may depend on the system message.
+        # They are kept for this conversation alone: what a template writes may depend on the system message.
         self._prompts: dict[tuple[object, ...], _Prompt] = {}
         self._known_closings: dict[tuple[object, ...], tuple[str, ...]] = {}
         self._marked = self._locate(lambda role: True) or self._locate(lambda role: role != "assistant")
@@ -156,7 +156,7 @@ class _Conversation:
             token = self._tokens.match(self._text, end + len(space)) if any(closings) else None
             if token is not None and self._closes_others(token[0]):
                 return token.end()
-        # What two ways of closing have in common may begin inside a token.
+        # The text that two ways of closing have in common may begin inside a token.
         inside = [token for token in self._tokens.finditer(self._text, max(end - 64, 0)) if token.start() < end]
         return max([token.end() for token in inside if token.end() > end], default=end)
 
@@ -247,7 +247,7 @@ class _Conversation:
         places: dict[int, list[int]] = {}
         for num_before, match in enumerate(MARKS.finditer(text)):
             places.setdefault(ord(match[0]) - _FIRST_MARK, []).append(match.start() - num_before)
-        # What a template writes twice says nothing about where a turn ends.
+        # A mark that a template writes twice says nothing about where a turn ends.
         once = {mark: at[0] for mark, at in places.items() if len(at) == 1}
         starts = {mark // 2: at for mark, at in once.items() if mark % 2 == 0}
         ends = {mark // 2: at for mark, at in once.items() if mark % 2 == 1}

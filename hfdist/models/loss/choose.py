@@ -21,7 +21,8 @@ from hfdist.config.run import RunConfig
 from hfdist.config.train import Compile, Precision
 from hfdist.errors import ConfigError, first_line
 from hfdist.models.loss.chunked import ChunkedLoss
-from hfdist.models.loss.lazy_logits import Head, Rows, deferring
+from hfdist.models.loss.deferred_rows import DeferredRows, DeferringHead
+from hfdist.models.loss.lazy_logits import deferring
 from hfdist.models.partitioning import Partitioning
 from hfdist.models.probing import run_small, small_model
 
@@ -70,14 +71,16 @@ class LossHead:
             logger.warning("model.loss: all logits are held, since %s", why)
 
     @contextmanager
-    def _watched(self, module: nn.Module, gathering: Callable[[], AbstractContextManager[object]]) -> Iterator[Head]:
+    def _watched(
+        self, module: nn.Module, gathering: Callable[[], AbstractContextManager[object]]
+    ) -> Iterator[DeferringHead]:
         with deferring(module, _vocabulary(module), self._by_chunks, gathering=gathering) as head:
             yield head
         if head.made_whole:
             # Right, but slower than to make them in the first place.
             self._stop(f"the loss needs them whole ({head.made_whole[0]})")
 
-    def _by_chunks(self, rows: Rows) -> torch.Tensor:
+    def _by_chunks(self, rows: DeferredRows) -> torch.Tensor:
         device = rows.hidden.device
         if device not in self._chunked:
             self._chunked[device] = ChunkedLoss(device, chunk_logits=self._chunk_logits)
@@ -176,7 +179,7 @@ def refuse_model(model: PreTrainedModel) -> str | None:
     Raises:
         UntriedError: the small model cannot be made or run.
     """
-    seen: list[Rows] = []
+    seen: list[DeferredRows] = []
     with torch.random.fork_rng(devices=[]):
         try:
             small = small_model(model)
@@ -187,7 +190,7 @@ def refuse_model(model: PreTrainedModel) -> str | None:
             raise UntriedError(f"it cannot be tried on a small {type(model).__name__}: {first_line(error)}") from error
         chunked = ChunkedLoss(torch.device("cpu"), chunk_logits=3 * vocabulary)
 
-        def loss(rows: Rows) -> torch.Tensor:
+        def loss(rows: DeferredRows) -> torch.Tensor:
             seen.append(rows)
             return chunked(rows)
 

@@ -27,7 +27,7 @@ from torch.nn import functional
 
 from hfdist.models.blocks import why_not_compiled
 from hfdist.models.loss import shared_vocabulary
-from hfdist.models.loss.lazy_logits import Reduce, Rows, cast
+from hfdist.models.loss.deferred_rows import DeferredRows, Reduce, cast
 from hfdist.models.loss.teacher_rows import divergences
 
 logger = logging.getLogger(__name__)
@@ -45,7 +45,7 @@ _LossesAndGradient = Callable[[torch.Tensor, torch.Tensor, int], tuple[torch.Ten
 
 
 class ChunkedLoss:
-    """Sums token losses of deferred rows; see `lazy_logits.SumOfLosses`.
+    """Sums token losses of deferred rows; see `SumOfLosses`.
 
     Args:
         device: the device of hidden states and head.
@@ -59,7 +59,7 @@ class ChunkedLoss:
         self._losses_and_gradient = _compiled_if_possible(device) if is_cuda else _losses_and_gradient
         self._is_wide = is_cuda and _has_wide_products(device)
 
-    def __call__(self, rows: Rows) -> torch.Tensor:
+    def __call__(self, rows: DeferredRows) -> torch.Tensor:
         """Give the sum of the losses of all rows with a target, float32; or what `rows.reduce` makes of them.
 
         A collective where ranks share the vocabulary: they have the same rows, and the gradients of these are whole on
@@ -102,7 +102,7 @@ class ChunkedLoss:
             total = total + _HeadPart.apply(_Kept(of_parameters, [p.dtype for p in parameters]), *parameters)
         return total
 
-    def _chunk_rows(self, rows: Rows, shard: shared_vocabulary.VocabularyShard | None) -> int:
+    def _chunk_rows(self, rows: DeferredRows, shard: shared_vocabulary.VocabularyShard | None) -> int:
         """Rows of each chunk. All chunks have one size, since a GPU keeps the memory of each size."""
         vocabulary, chunk_logits = rows.head.vocabulary, self._chunk_logits
         if shard is not None:
@@ -116,7 +116,7 @@ class ChunkedLoss:
 
     def _run_linear(
         self,
-        rows: Rows,
+        rows: DeferredRows,
         parameters: list[nn.Parameter],
         chunk_rows: int,
         weights: torch.Tensor | None,
@@ -155,11 +155,11 @@ class ChunkedLoss:
                     _accumulate(sums[id(module.weight)], gradient.T, hidden, is_wide=self._is_wide)
                 if bias is not None and id(module.bias) in sums:
                     sums[id(module.bias)] += gradient.sum(0, dtype=torch.float32)
-                # Before the next chunk's is made, not after.
+                # It is freed before the next chunk's is made.
                 del gradient
         return losses, of_rows, [sums[id(p)] for p in parameters]
 
-    def _of_logits(self, logits: torch.Tensor, rows: Rows) -> tuple[torch.Tensor, torch.Tensor]:
+    def _of_logits(self, logits: torch.Tensor, rows: DeferredRows) -> tuple[torch.Tensor, torch.Tensor]:
         """Give the losses of rows, and the gradient of their sum by what the head gave, in that one's type."""
         shard = shared_vocabulary.vocabulary_shard_of(rows.head.module)
         if shard is not None:
@@ -173,7 +173,7 @@ class ChunkedLoss:
 
     def _run_by_autograd(
         self,
-        rows: Rows,
+        rows: DeferredRows,
         parameters: list[nn.Parameter],
         chunk_rows: int,
         weights: torch.Tensor | None,
@@ -184,7 +184,7 @@ class ChunkedLoss:
         sums: list[torch.Tensor | None] = [None] * len(parameters)
         of_rows = torch.zeros_like(rows.hidden, dtype=torch.float32) if wants_rows else None
         losses = rows.hidden.new_zeros(len(rows.hidden), dtype=torch.float32)
-        # At least once, since gradients of no rows are zeros, and not none.
+        # The loop runs at least once, since gradients of no rows are zeros, and not None.
         for begin in range(0, max(1, len(rows.hidden)), chunk_rows):
             part = slice(begin, begin + chunk_rows)
             with torch.enable_grad():
@@ -220,7 +220,7 @@ def _differentiated(reduce: Reduce, losses: torch.Tensor) -> tuple[torch.Tensor,
     return total.detach(), weights
 
 
-def _losses(logits: torch.Tensor, rows: Rows) -> torch.Tensor:
+def _losses(logits: torch.Tensor, rows: DeferredRows) -> torch.Tensor:
     """Losses of a chunk, as torch computes them; shape [rows]."""
     for step in rows.per_row:
         logits = step(logits)
@@ -232,13 +232,13 @@ def _losses(logits: torch.Tensor, rows: Rows) -> torch.Tensor:
     )
 
 
-def _is_plain(rows: Rows) -> bool:
+def _is_plain(rows: DeferredRows) -> bool:
     """Whether the losses are cross entropies of the head's own logits."""
     is_exact = rows.label_smoothing == 0.0 and rows.teacher is None
     return is_exact and all(step == cast(torch.float32) for step in rows.per_row)
 
 
-def _losses_alone(logits: torch.Tensor, rows: Rows) -> torch.Tensor:
+def _losses_alone(logits: torch.Tensor, rows: DeferredRows) -> torch.Tensor:
     """Give the losses of a chunk of logits, which are overwritten: an evaluation needs no more memory than a step."""
     if not _is_plain(rows):
         return _losses(logits, rows)

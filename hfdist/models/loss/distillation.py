@@ -16,7 +16,8 @@ from transformers import PreTrainedModel
 
 from hfdist.config.batch import IGNORED
 from hfdist.models.loss.choose import LossHead
-from hfdist.models.loss.lazy_logits import Logits, Rows, deferring, sum_divergences, teacher_rows
+from hfdist.models.loss.deferred_rows import DeferredRows
+from hfdist.models.loss.lazy_logits import Logits, deferring, sum_divergences, teacher_rows
 from hfdist.models.loss.teacher_rows import TeacherRows, TopRows, WholeRows
 
 TOP_IDS, TOP_LOGS = "teacher_ids", "teacher_log_probabilities"
@@ -100,5 +101,5 @@ def sum_from_teacher(
             return sum_divergences(logits, rows, batch["labels"][:, 1:], ignore_index=IGNORED)
 
 
-def _no_loss(rows: Rows) -> torch.Tensor:
+def _no_loss(rows: DeferredRows) -> torch.Tensor:
     raise AssertionError("a teacher has no loss")

@@ -10,89 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
+from hfdist.models.loss.deferred_rows import DeferredRows, DeferringHead, LogitsOperation, Reduce, SumOfLosses, cast
 from hfdist.models.loss.teacher_rows import TeacherRows, WholeRows, divergences
-
-
-@dataclass(frozen=True)
-class LogitsOperation:
-    """One operation of a model on its logits: a function of each row, and of values that all rows share."""
-
-    function: Callable[..., torch.Tensor]
-    others: tuple[object, ...] = ()
-
-    def __call__(self, rows: torch.Tensor) -> torch.Tensor:
-        """Apply it to logits [rows, vocabulary]."""
-        return self.function(rows, *self.others)
-
-    def of_columns(self, start: int, stop: int, vocabulary: int) -> LogitsOperation:
-        """Give the same for logits of the tokens from `start` to `stop` alone: each step is done element by element."""
-        others = tuple(
-            other[..., start:stop]
-            if isinstance(other, torch.Tensor) and other.ndim > 0 and other.shape[-1] == vocabulary
-            else other
-            for other in self.others
-        )
-        return LogitsOperation(self.function, others)
-
-
-def cast(dtype: torch.dtype) -> LogitsOperation:
-    """Give the step that changes the type."""
-    return LogitsOperation(torch.Tensor.to, (dtype,))
-
-
-@dataclass
-class Head:
-    """A model's output embedding, as the model had it."""
-
-    module: nn.Module
-    forward: Callable[..., torch.Tensor]
-    vocabulary: int
-    """Logits of a row."""
-    loss: SumOfLosses
-    gathering: Callable[[], AbstractContextManager[object]] = nullcontext
-    """Makes its parameters whole for a call; it may come after the model's forward, which has freed them."""
-    made_whole: list[str] = field(default_factory=list)
-    """The operations that needed all logits of a batch, one entry for each time."""
-    is_deferring: bool = True
-
-
-class Rows(NamedTuple):
-    """The arguments of `cross_entropy`, with hidden states in place of logits."""
-
-    head: Head
-    hidden: torch.Tensor
-    """[rows, width]."""
-    targets: torch.Tensor
-    """[rows], class indices."""
-    per_row: tuple[LogitsOperation, ...]
-    """Operations that make logits of the head's output."""
-    ignore_index: int
-    label_smoothing: float
-    reduce: Reduce | None = None
-    """What becomes of the losses of the rows; None: their sum."""
-    teacher: TeacherRows | None = None
-    """What a row's loss is the divergence from; None: it is the cross entropy of its target."""
-
-    def part(self, which: slice | torch.Tensor) -> Rows:
-        """Give some of the rows, by a slice or by which count, bool [rows]."""
-        teacher = None if self.teacher is None else self.teacher.part(which)
-        return self._replace(hidden=self.hidden[which], targets=self.targets[which], teacher=teacher)
-
-
-Reduce = Callable[[torch.Tensor], torch.Tensor]
-"""Takes token losses, float32 of shape [rows], and gives one loss; it is differentiated.
-
-A row without a target has loss 0.
-"""
-
-SumOfLosses = Callable[[Rows], torch.Tensor]
-"""Gives the sum over rows, through which gradients flow to the hidden states and to the head."""
 
 
 class _Demand(NamedTuple):
@@ -108,7 +32,7 @@ def deferring(
     loss: SumOfLosses,
     *,
     gathering: Callable[[], AbstractContextManager[object]] = nullcontext,
-) -> Iterator[Head]:
+) -> Iterator[DeferringHead]:
     """Let a head defer its logits, in this context only.
 
     Args:
@@ -117,7 +41,7 @@ def deferring(
         loss: computes the loss of deferred rows.
         gathering: makes the parameters of `module` whole for a call.
     """
-    head = Head(module, module.forward, vocabulary, loss, gathering)
+    head = DeferringHead(module, module.forward, vocabulary, loss, gathering)
 
     def forward(hidden: torch.Tensor, *args: object, **kwargs: object) -> Logits:
         if len(args) == 1 and isinstance(args[0], _Demand):
@@ -161,7 +85,7 @@ class _DeferredLogits:
     """Stands for a tensor [..., vocabulary]: it is none, but torch's functions take it."""
 
     def __init__(
-        self, head: Head, hidden: torch.Tensor, per_row: tuple[LogitsOperation, ...], autocast: _Autocast
+        self, head: DeferringHead, hidden: torch.Tensor, per_row: tuple[LogitsOperation, ...], autocast: _Autocast
     ) -> None:
         self._head = head
         self._hidden = hidden
@@ -181,7 +105,7 @@ class _DeferredLogits:
     def _make(self, hidden: torch.Tensor) -> torch.Tensor:
         with self._autocast.again(), self._head.gathering():
             demand = (_Demand(self._head.forward),) if self._head.is_deferring else ()
-            value: torch.Tensor = _made(self._head.module(hidden, *demand), "a head of several")
+            value: torch.Tensor = _with_whole(self._head.module(hidden, *demand), "a head of several")
             for step in self._per_row:
                 value = step(value)
         return value
@@ -221,7 +145,7 @@ class _DeferredLogits:
         return self.to(torch.float32)
 
     def contiguous(self) -> Logits:
-        # Logits are made so.
+        # Whole logits are contiguous as they are made.
         return self if self._is_deferred else self.whole("contiguous").contiguous()
 
     def to(self, *args: Any, **kwargs: Any) -> Logits:
@@ -296,7 +220,9 @@ class _DeferredLogits:
             elif function in (torch.div, torch.mul, torch.add) and len(args) == 2 and not kwargs:
                 return _by_row(function, first, args[1])
         why = getattr(function, "__name__", str(function))
-        return function(*(_made(arg, why) for arg in args), **{name: _made(arg, why) for name, arg in kwargs.items()})
+        return function(
+            *(_with_whole(arg, why) for arg in args), **{name: _with_whole(arg, why) for name, arg in kwargs.items()}
+        )
 
 
 Logits = torch.Tensor | _DeferredLogits
@@ -310,23 +236,25 @@ _BY_WHOLE = (
 
 
 def _by_whole(name: str) -> Callable[..., object]:
-    return lambda logits, *others: getattr(logits.whole(name), name)(*_made(others, name))
+    """Make an operator that works on whole logits."""
+    return lambda logits, *others: getattr(logits.whole(name), name)(*_with_whole(others, name))
 
 
 for _name in _BY_WHOLE:
     setattr(_DeferredLogits, f"__{_name}__", _by_whole(f"__{_name}__"))
 
 
-def _made(value: object, why: str) -> Any:
+def _with_whole(value: object, why: str) -> Any:
+    """Give a value, or the items of a tuple or list, with whole logits in the place of deferred ones."""
     if isinstance(value, (tuple, list)):
-        return type(value)(_made(item, why) for item in value)
+        return type(value)(_with_whole(item, why) for item in value)
     return value.whole(why) if isinstance(value, _DeferredLogits) else value
 
 
 def _by_row(function: Callable[..., torch.Tensor], logits: _DeferredLogits, other: object) -> Logits:
     """Apply a function of logits and something that is the same for all rows."""
     is_constant = isinstance(other, (int, float))
-    # What is trained must get its gradient, which a loss of rows would not give it.
+    # A trained tensor must get its gradient, which a loss of rows would not give it.
     if isinstance(other, torch.Tensor) and not other.requires_grad and other.ndim <= logits.ndim:
         is_constant = all(size == 1 for size in other.shape[:-1])
         other = other.flatten() if other.ndim > 1 else other
@@ -354,16 +282,17 @@ def _cross_entropy(
     reduction: str = "mean",
     label_smoothing: float = 0.0,
 ) -> torch.Tensor | None:
-    """Do what `torch.nn.functional.cross_entropy` does, for deferred logits; None: what is asked needs them whole."""
+    """Compute torch's cross entropy of deferred logits; None: what is asked needs them whole."""
     is_simple = weight is None and size_average is None and reduce is None and reduction in ("sum", "mean")
     if not is_simple or logits.ndim != 2 or target.ndim != 1 or target.is_floating_point():
         return None
-    rows = Rows(logits._head, logits._hidden, target, logits._per_row, ignore_index, label_smoothing)
+    rows = DeferredRows(logits._head, logits._hidden, target, logits._per_row, ignore_index, label_smoothing)
     total = _compute(rows, logits._autocast)
     return total if reduction == "sum" else total / (target != ignore_index).sum()
 
 
-def _compute(rows: Rows, autocast: _Autocast) -> torch.Tensor:
+def _compute(rows: DeferredRows, autocast: _Autocast) -> torch.Tensor:
+    """Let the head compute the loss of its rows, within a call of its module."""
     head = rows.head
     with autocast.again(), head.gathering():
         total: torch.Tensor = head.module(rows.hidden, _Demand(lambda hidden: head.loss(rows._replace(hidden=hidden))))
@@ -381,9 +310,9 @@ def reduce_token_losses(logits: Logits, targets: torch.Tensor, reduce: Reduce, *
     """
     flat, targets = logits.reshape(-1, logits.shape[-1]), targets.flatten()
     if isinstance(flat, _DeferredLogits) and flat._is_deferred:
-        rows = Rows(flat._head, flat._hidden, targets, flat._per_row, ignore_index, 0.0, reduce)
+        rows = DeferredRows(flat._head, flat._hidden, targets, flat._per_row, ignore_index, 0.0, reduce)
         return _compute(rows, flat._autocast)
-    whole = _made(flat, "reduce_token_losses").float()
+    whole = _with_whole(flat, "reduce_token_losses").float()
     return reduce(nn.functional.cross_entropy(whole, targets, ignore_index=ignore_index, reduction="none"))
 
 
@@ -398,9 +327,9 @@ def sum_divergences(student: Logits, teacher: TeacherRows, targets: torch.Tensor
     """
     flat, targets = student.reshape(-1, student.shape[-1]), targets.flatten()
     if isinstance(flat, _DeferredLogits) and flat._is_deferred:
-        rows = Rows(flat._head, flat._hidden, targets, flat._per_row, ignore_index, 0.0, teacher=teacher)
+        rows = DeferredRows(flat._head, flat._hidden, targets, flat._per_row, ignore_index, 0.0, teacher=teacher)
         return _compute(rows, flat._autocast)
-    whole = _made(flat, "sum_divergences").float()
+    whole = _with_whole(flat, "sum_divergences").float()
     return divergences(whole, teacher, targets != ignore_index).sum()
 
 
@@ -414,4 +343,4 @@ def teacher_rows(logits: Logits, *, beta: float) -> WholeRows:
     flat = logits.reshape(-1, logits.shape[-1])
     if isinstance(flat, _DeferredLogits) and flat._is_deferred:
         return WholeRows(flat._hidden, flat._make, beta)
-    return WholeRows(_made(flat, "sum_divergences"), lambda rows: rows, beta)
+    return WholeRows(_with_whole(flat, "sum_divergences"), lambda rows: rows, beta)

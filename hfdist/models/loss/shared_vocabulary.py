@@ -10,16 +10,13 @@ over the ranks.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 import torch
 import torch.distributed as dist
 from torch import nn
 
+from hfdist.models.loss.deferred_rows import DeferredRows
 from hfdist.models.loss.teacher_rows import Columns
-
-if TYPE_CHECKING:
-    from hfdist.models.loss.lazy_logits import Rows
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,7 +49,9 @@ def vocabulary_shard_of(head: nn.Module) -> VocabularyShard | None:
     return getattr(head, "vocabulary_shard", None)
 
 
-def losses_and_gradient(logits: torch.Tensor, rows: Rows, shard: VocabularyShard) -> tuple[torch.Tensor, torch.Tensor]:
+def losses_and_gradient(
+    logits: torch.Tensor, rows: DeferredRows, shard: VocabularyShard
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Give the losses of rows, float32 and the same on all ranks, and the gradient of their sum by this rank's logits.
 
     A collective over the group of the shard, whose ranks call it with the same targets.
@@ -68,7 +67,7 @@ def losses_and_gradient(logits: torch.Tensor, rows: Rows, shard: VocabularyShard
             values = logits.requires_grad_()
         for step in rows.per_row:
             values = step.of_columns(shard.start, shard.stop, shard.num_rows)(values)
-    # What autograd keeps of the steps is not to be overwritten.
+    # A copy, since autograd keeps tensors of the steps, which must not be overwritten.
     wide = values.detach().to(torch.float32, copy=values is not logits)
     losses, gradient = (_cross_entropy if rows.teacher is None else _divergences)(wide, rows, shard)
     if values is not logits:
@@ -76,7 +75,7 @@ def losses_and_gradient(logits: torch.Tensor, rows: Rows, shard: VocabularyShard
     return losses, gradient.to(logits.dtype)
 
 
-def _divergences(wide: torch.Tensor, rows: Rows, shard: VocabularyShard) -> tuple[torch.Tensor, torch.Tensor]:
+def _divergences(wide: torch.Tensor, rows: DeferredRows, shard: VocabularyShard) -> tuple[torch.Tensor, torch.Tensor]:
     """Each rank has what the teacher says of all tokens, and takes what belongs to its own."""
     assert rows.teacher is not None
 
@@ -92,7 +91,7 @@ def _divergences(wide: torch.Tensor, rows: Rows, shard: VocabularyShard) -> tupl
     return rows.teacher.compare(student, rows.targets != rows.ignore_index, columns)
 
 
-def _cross_entropy(wide: torch.Tensor, rows: Rows, shard: VocabularyShard) -> tuple[torch.Tensor, torch.Tensor]:
+def _cross_entropy(wide: torch.Tensor, rows: DeferredRows, shard: VocabularyShard) -> tuple[torch.Tensor, torch.Tensor]:
     """The gradient is in the place of `wide`."""
     targets = rows.targets
     is_target = targets != rows.ignore_index

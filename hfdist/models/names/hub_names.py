@@ -22,7 +22,8 @@ from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 from transformers.modeling_utils import remove_tied_weights_from_state_dict
 
-from hfdist.models.names.strides import Block, UnfollowedError, follow
+from hfdist.models.names.follow import follow
+from hfdist.models.names.strides import Block, UnfollowedError
 from hfdist.models.partitioning import whole_shape
 
 logger = logging.getLogger(__name__)
@@ -108,7 +109,7 @@ def _saved_once(model: nn.Module, in_state: Mapping[str, str], shapes: Mapping[s
         name: torch.empty(shapes[own], device="meta") for name, own in in_state.items() if name not in ignored
     }
     try:
-        # What has no values is told apart by the model's own tensors.
+        # Tensors without values are told apart by the model's own tensors.
         return {name: in_state[name] for name in remove_tied_weights_from_state_dict(given, model)}
     except RuntimeError:
         # Tied by the user's code, which transformers would refuse to save.
@@ -128,7 +129,7 @@ def _keep_used_conversions(model: nn.Module) -> None:
 @contextmanager
 def _as_made_from_config(model: nn.Module) -> Iterator[bool]:
     """Let the model seem, within the block, not to be read from files; give whether it was."""
-    # What it was read with is reverted when it is written; without that, what its class has.
+    # A write reverts the conversions with which the model was read; without these, those of its class.
     read_with = vars(model).pop("_weight_conversions", None)
     try:
         yield read_with is not None

@@ -13,7 +13,8 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from hfdist.config.run import RunConfig
 from hfdist.models.build import make_without_values
-from hfdist.models.quantize import PackedLinear, check_installed, quantize_frozen
+from hfdist.models.packed_weights import PackedLinear
+from hfdist.models.quantize import check_installed, quantize_frozen
 from hfdist.models.routers import leave_out_router_loss
 from hfdist.models.stacked_experts import use_products
 from hfdist.models.trainable import TrainableParameters

@@ -10,7 +10,7 @@ from huggingface_hub import HfApi, get_token, is_offline_mode
 
 from hfdist.config.run import ExportConfig
 from hfdist.errors import ConfigError, HfdistError, ResourceError
-from hfdist.models.hub_client import LOG_IN, ask
+from hfdist.models.hub_client import LOG_IN, ask_hub
 
 logger = logging.getLogger(__name__)
 
@@ -42,7 +42,7 @@ def check_push(export: ExportConfig) -> None:
         if export.revision is not None:
             api.create_branch(name, branch=export.revision, exist_ok=True)
 
-    ask(action, key=_KEY, name=name)
+    ask_hub(action, key=_KEY, name=name)
 
 
 def push(folder: Path, export: ExportConfig) -> HfdistError | None:
@@ -60,7 +60,7 @@ def push(folder: Path, export: ExportConfig) -> HfdistError | None:
         return str(done.commit_url)
 
     try:
-        logger.info("uploaded: %s", ask(action, key=_KEY, name=name))
+        logger.info("uploaded: %s", ask_hub(action, key=_KEY, name=name))
     except HfdistError as error:
         branch = f" --revision {shlex.quote(export.revision)}" if export.revision else ""
         what = f"the model is trained and saved, but not uploaded: {error.what}"

@@ -32,7 +32,7 @@ from hfdist.collectives import gather_json, on_rank_zero, rank
 from hfdist.data import Cursor
 from hfdist.errors import CheckpointError, HfdistError
 from hfdist.models.names.hub_names import HubNames, find_hub_names
-from hfdist.models.quantize import packed_shapes
+from hfdist.models.packed_weights import packed_shapes
 from hfdist.records import RunFolder
 from hfdist.trainer.checkpointing.adapter_files import adapter_pieces, has_adapter
 from hfdist.trainer.checkpointing.checkpoint_folder import CheckpointFolder

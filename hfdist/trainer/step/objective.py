@@ -20,8 +20,9 @@ from hfdist.config.batch import IGNORED
 from hfdist.data.marks import split_labels
 from hfdist.data.packing.sequence import text_positions
 from hfdist.models.loss import LossHead
+from hfdist.models.loss.deferred_rows import Reduce
 from hfdist.models.loss.distillation import token_logits
-from hfdist.models.loss.lazy_logits import Reduce, reduce_token_losses
+from hfdist.models.loss.lazy_logits import reduce_token_losses
 from hfdist.strategies.engine import Batch, Forward, TrainerHooks
 from hfdist.trainer.checkpointing.save_options import OuterState
 from hfdist.trainer.step.convention import Convention, num_input_tokens

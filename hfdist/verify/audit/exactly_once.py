@@ -13,7 +13,7 @@ import numpy as np
 from hfdist.data.documents.corpus import Corpus
 from hfdist.data.order.cursor import Cursor
 from hfdist.data.order.records import Records
-from hfdist.data.stream.lane import LanePlan
+from hfdist.data.stream.lane_plan import LanePlan
 from hfdist.errors import DataError
 from hfdist.processes.startup import counted, reporting
 from hfdist.verify.audit.discrepancies import Discrepancies, Discrepancy, Integers

@@ -17,7 +17,7 @@ from hfdist.data.documents.corpus import Corpus
 from hfdist.data.order.cursor import Cursor
 from hfdist.data.order.lane_state import LaneState
 from hfdist.data.order.records import Records, Status, chain
-from hfdist.data.stream.lane import LanePlan
+from hfdist.data.stream.lane_plan import LanePlan
 from hfdist.data.stream.worker_deaths import WorkerRegistry
 from hfdist.data.stream.worker_map import map_in_workers
 from hfdist.verify.audit.discrepancies import Discrepancies, Discrepancy, Integers

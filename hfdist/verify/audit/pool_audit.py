@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from hfdist.config.data import Packing, TooLong
 from hfdist.data.order.lane_state import Place
 from hfdist.data.order.records import Records
-from hfdist.data.stream.lane import LanePlan
+from hfdist.data.stream.lane_plan import LanePlan
 from hfdist.verify.audit.discrepancies import Discrepancies, Discrepancy, Integers
 
 # Documents with tokens whose order packing may choose. Stated here again, to be independent of the packing code.

@@ -12,7 +12,7 @@ from hfdist.checkpoint import regions, safetensors_io
 from hfdist.checkpoint.piece import WEIGHT, Piece
 from hfdist.checkpoint.regions import Region
 from hfdist.checkpoint.safetensors_io import TensorSpec
-from hfdist.checkpoint.save_plan import _Sources, declare
+from hfdist.checkpoint.save_plan import _Sources, regions_of
 from hfdist.errors import CheckpointError
 from hfdist.strategies.parameter_shards import ParameterShard
 from tests.unit.checkpoint.pieces import plan_writes
@@ -58,7 +58,7 @@ def of_rows(whole, first):
 @given(layouts(), st.integers(1, 64))
 def test_every_element_is_written_once_from_a_rank_that_holds_it(layout, chunk_bytes):
     whole, by_rank = layout
-    declared = [declare(pieces) for pieces in by_rank]
+    declared = [regions_of(pieces) for pieces in by_rank]
     held = torch.zeros(whole.numel())
     for piece in (piece for pieces in by_rank for piece in pieces):
         held[piece.view.reshape(-1)] = 1

@@ -11,8 +11,9 @@ from hfdist.checkpoint import read_checkpoint
 from hfdist.checkpoint.piece import MASTER, STEP
 from hfdist.checkpoint.save_plan import OPTIMIZER_STEM
 from hfdist.models.names import hub_names
+from hfdist.models.names.follow import follow
 from hfdist.models.names.hub_names import find_hub_names
-from hfdist.models.names.strides import UnfollowedError, follow
+from hfdist.models.names.strides import UnfollowedError
 from hfdist.strategies.pieces import list_pieces
 from tests.unit.checkpoint.pieces import save, whole
 from tests.zoo.hub_files import differing, filled

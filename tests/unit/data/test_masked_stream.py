@@ -160,7 +160,7 @@ def test_settings_that_change_the_targets_change_the_identity(other, tmp_path):
 def test_a_cursor_of_another_rule_of_packing_is_refused(tmp_path, monkeypatch):
     whole, ends = config_of(tmp_path), config_of(tmp_path, packing=Packing.concat)
     states = [stream_of(config).state_dict() for config in (whole, ends)]
-    monkeypatch.setattr("hfdist.data.stream.token_stream.RULE", 1)
+    monkeypatch.setattr("hfdist.data.stream.lane_plan.RULE", 1)
     with pytest.raises(CheckpointError, match="rules of packing have changed"):
         stream_of(whole).load_state_dict(states[0])
     # Nothing of it is in sequences that are cut end to end.

@@ -20,8 +20,10 @@ from hfdist.data.packing.concat import concat
 from hfdist.data.packing.sequence import Shape
 from hfdist.data.pretokenize import pretokenize
 from hfdist.data.sources.document_batch import DocumentBatch
-from hfdist.data.stream.lane import DocumentIterator, MultiLaneReader, open_lanes
+from hfdist.data.stream.lane import open_lanes
+from hfdist.data.stream.lane_documents import DocumentIterator
 from hfdist.data.stream.ledger import Ledger, read_records, records_file
+from hfdist.data.stream.many_lanes import MultiLaneReader
 from hfdist.data.tokenization.encoders import Encoders
 from hfdist.errors import CheckpointError, DataError
 from tests.unit.data.corpora import texts, tokenizer

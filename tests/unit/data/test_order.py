@@ -8,8 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hfdist.data.order.mixture import Mixture, stride_schedule
 from hfdist.data.order.runs import Runs
-from hfdist.data.order.shuffle import LaneOrder, Mixture, permutation, stride_schedule, workers_that_fit
+from hfdist.data.order.shuffle import LaneOrder, permutation
+from hfdist.data.stream.token_stream import workers_that_fit
 
 
 @given(size=st.integers(0, 3000), key=st.integers(0, 2**40))

@@ -15,7 +15,7 @@ from datasets import Dataset, DatasetDict
 from pyarrow import feather, ipc
 
 from hfdist.config.data import BadRows, RowFormat, SourceConfig, SourceKind
-from hfdist.data.sources import base, parquet_file, text
+from hfdist.data.sources import base, parquet_file, unpacked
 from hfdist.data.sources.base import BadRow, ContentError
 from hfdist.data.sources.dataset import DatasetShard, open_hub
 from hfdist.data.sources.find import find_shards
@@ -149,7 +149,7 @@ class TestBombs:
 
     @pytest.mark.parametrize(("suffix", "compress"), [("gz", gzip.compress), ("zst", zstandard.compress)])
     def test_unpacking_stops(self, data, cache, monkeypatch, suffix, compress):
-        monkeypatch.setattr(text, "_MOST_UNPACKED_BYTES", 2 << 20)
+        monkeypatch.setattr(unpacked, "_MOST_UNPACKED_BYTES", 2 << 20)
         monkeypatch.setattr(base, "_MOST_EXPANSION", 100)
         path = data / f"a.jsonl.{suffix}"
         path.write_bytes(compress(b'{"text": "' + b"a" * (64 << 20) + b'"}\n'))

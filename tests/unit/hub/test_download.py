@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM
 
 from hfdist.errors import ConfigError, HfdistError, ResourceError
 from hfdist.models import hub_client
-from hfdist.models.hub_client import ask
+from hfdist.models.hub_client import ask_hub
 from hfdist.models.resolve import resolve_model
 from hfdist.run.logs import set_up_logging
 from hfdist.testing import run_ranks
@@ -52,11 +52,11 @@ def test_threads_that_ask_at_once_leave_the_client_as_it_was(hub):
         begun.set()
         time.sleep(0.2)
 
-    first = threading.Thread(target=ask, args=(take_long,), kwargs={"key": "model.name", "name": NAME})
+    first = threading.Thread(target=ask_hub, args=(take_long,), kwargs={"key": "model.name", "name": NAME})
     first.start()
     begun.wait()
     # Begins while the first asks, and ends after it.
-    second = threading.Thread(target=ask, args=(first.join,), kwargs={"key": "model.name", "name": NAME})
+    second = threading.Thread(target=ask_hub, args=(first.join,), kwargs={"key": "model.name", "name": NAME})
     second.start()
     for thread in (first, second):
         thread.join()
@@ -161,7 +161,7 @@ def test_no_token_is_none_that_the_hub_refuses(monkeypatch):
         401, headers={"X-Error-Message": "Invalid username or password."}, request=httpx2.Request("GET", address)
     )
     with pytest.raises(HfdistError, match="no such repository, or it is private"):
-        hub_client.ask(lambda: hf_raise_for_status(answer), key="model.name", name="nobody/nothing")
+        hub_client.ask_hub(lambda: hf_raise_for_status(answer), key="model.name", name="nobody/nothing")
 
 
 def test_gated(hub, fetch, model_folder, monkeypatch):

@@ -10,10 +10,11 @@ from types import SimpleNamespace
 import pytest
 
 from hfdist.errors import ConfigError, PeerError
-from hfdist.islands.member import Member, Participants, _Connection
+from hfdist.islands.member import Member
 from hfdist.islands.membership import Connection, Island
-from hfdist.islands.rendezvous import Arrival
+from hfdist.islands.rendezvous_messages import Arrival, Participants
 from hfdist.islands.server import IslandServer
+from hfdist.islands.server_connection import ServerConnection
 from hfdist.messages.message import Message, write_message
 from tests.unit.islands.servers import JOB, member, served, together, until
 from tests.unit.islands.servers import at as place
@@ -271,7 +272,7 @@ def test_what_comes_with_the_welcome_is_heard():
 def test_more_than_memory_holds_ends_a_connection():
     with says_at_once({"welcome": ""}, {"weights": 1, "bytes": 2**53}) as address:
         host, port = address.split(":")
-        one = _Connection((host, int(port)), "", {}, {}, 2.0, threading.Event())
+        one = ServerConnection((host, int(port)), "", {}, {}, 2.0, threading.Event())
         assert one.is_broken.wait(5)
         one.close()
 

@@ -14,8 +14,7 @@ from hfdist.config.islands import CUT_ELEMENTS, IslandMethod, IslandsConfig
 from hfdist.config.optimizer import OptimizerConfig, Schedule
 from hfdist.config.plain_values import plain
 from hfdist.errors import ConfigError, PeerError
-from hfdist.islands import member as of_member
-from hfdist.islands import server, shard_process
+from hfdist.islands import server, server_connection, shard_process
 from hfdist.islands.membership import Connection
 from hfdist.islands.parameter_shard import ParameterShard
 from hfdist.islands.shard_members import ShardMembers
@@ -198,7 +197,7 @@ def test_who_dies_between_its_pushes_is_left_out_on_all_shards():
 def test_an_island_whose_connection_to_a_shard_ends_comes_back(monkeypatch):
     """It beats no more, so that its server lets it go."""
     # Ten times in what is silence: a machine may be busy.
-    for module in (of_member, server, shard_process):
+    for module in (server_connection, server, shard_process):
         monkeypatch.setattr(module, "BEAT_SECONDS", 0.2)
     with sharded(2, silent_seconds=2.0) as (address, lines, _):
         one, two = begin_both(address, 2)

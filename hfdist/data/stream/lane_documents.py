@@ -1,0 +1,84 @@
+"""The documents of a pool in a lane, epoch after epoch, from any place on."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+from numpy.typing import NDArray
+
+from hfdist.data.documents.corpus import Pool
+from hfdist.data.documents.token_reader import Documents
+from hfdist.data.order.lane_state import Place
+from hfdist.data.order.records import Status
+from hfdist.data.order.shuffle import LaneOrder
+from hfdist.data.sources.document_batch import DocumentBatch
+from hfdist.errors import DataError
+
+# A lane without a document to train on gives up after so many epochs and documents: a short lane may have only held-out
+# ones, or a damaged file.
+_MOST_BARREN_EPOCHS, _MOST_BARREN_DOCUMENTS = 10, 1000
+
+
+class DocumentIterator:
+    """Iterates over the documents of a pool in a lane, epoch after epoch."""
+
+    def __init__(self, pool: Pool, order: LaneOrder, lane: int, place: Place) -> None:
+        self._pool, self._order, self._lane = pool, order, lane
+        self.place = place
+        """The place of the next document; only the first place can have an offset."""
+        self._barren_epochs = self._barren_documents = 0
+        self._numbers = np.empty(0, dtype=np.int64)
+        """Documents from the place on, of the same epoch."""
+
+    def next_documents(self, most: int | None = None) -> NDArray[np.int64]:
+        """Give the canonical numbers of the next documents; they stay the next ones until `advance`.
+
+        At most `most`, from several blocks; None: the rest of a block, which is cheap to read together. No number: the
+        last epoch has ended. DataError: there is nothing to train on.
+        """
+        limit = self._pool.epochs
+        while not len(self._numbers) and (limit is None or self.place.epoch < limit):
+            if self.place.position < self._order.lane_length(self.place.epoch, self._lane):
+                self._numbers = self._after(0, most or 1)
+            else:
+                self._end_epoch()
+        if most is not None and 0 < len(self._numbers) < most:
+            self._numbers = np.concatenate([self._numbers, self._after(len(self._numbers), most)])
+        return self._numbers[:most]
+
+    def _after(self, num_documents: int, most: int) -> NDArray[np.int64]:
+        """Give the documents of this epoch that come after so many next ones, `most` with these if there are."""
+        epoch, position = self.place.epoch, self.place.position + num_documents
+        if position >= self._order.lane_length(epoch, self._lane):
+            return self._numbers[:0]
+        return self._order.rest_of_blocks(epoch, self._lane, position, most - num_documents)
+
+    def advance(self, num_documents: int, num_barren: int) -> None:
+        """Move past the next documents, of which `num_barren` come after the last one to train on."""
+        self._numbers = self._numbers[num_documents:]
+        self.place = Place(self.place.epoch, self.place.position + num_documents)
+        if num_barren < num_documents:
+            self._barren_epochs, self._barren_documents = -1, 0
+        self._barren_documents += num_barren
+
+    def _end_epoch(self) -> None:
+        """Begin the next epoch; an error leaves the place as it was, so that the next call raises it again."""
+        num_barren = self._barren_epochs + 1
+        is_barren = num_barren >= _MOST_BARREN_EPOCHS and self._barren_documents >= _MOST_BARREN_DOCUMENTS
+        if self._pool.epochs is None and is_barren:
+            where = f"lane {self._lane}, {self._pool.name}"
+            raise DataError("a lane has no training documents", where=where, hint="fewer data.lanes")
+        self.place, self._barren_epochs = Place(self.place.epoch + 1), num_barren
+
+
+def chunks_of(iterator: DocumentIterator, documents: Documents) -> Iterator[tuple[Place, DocumentBatch]]:
+    """Give chunks of documents in a lane's order, epoch after epoch, each with the place of its first document."""
+    while len(numbers := iterator.next_documents()):
+        for chunk in documents.chunks(numbers):
+            num_documents = len(chunk.numbers)
+            trained = np.flatnonzero(chunk.fates == Status.trained)
+            num_barren = num_documents - 1 - int(trained[-1]) if len(trained) else num_documents
+            place = iterator.place
+            iterator.advance(num_documents, num_barren)
+            yield place, chunk

@@ -1,0 +1,157 @@
+"""The value that a field of a config has in a small model of the same architecture, by the field's name."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+WIDTH, HEADS, HEAD_SIZE, ROTARY_SIZE = 64, 4, 16, 8
+"""The most that widths, heads and their sizes may be in a small model."""
+WINDOW_TOKENS, POSITIONS, TOWER_BLOCKS, LONGEST_PERIOD = 8, 512, 2, 4
+"""The most tokens of a window, positions, blocks of a tower, and blocks of a period."""
+
+# Names of fields, as patterns that match the whole of a name.
+KEY_HEADS = r"\w*(key_value|kv|kv_n|linear_num_key)_heads|num_query_groups"
+QUERY_HEADS = ("num_attention_heads", "num_heads", "n_head", "n_heads")
+DEPTHS = r"(num_|n_|encoder_|decoder_|num_encoder_|num_decoder_|\w*num_hidden_)layers?(_per_stack)?|depth|num_blocks"
+PERIODS = r"\w*(_period|_interval|_every_n_layers|sliding_window_pattern)"
+BLOCK_INDICES = r"\w*(_layers|_layer_ids|_idxs|_indices|_indexes)"
+VOCABULARIES = r"\w*vocab(_size)?(_per_layer_input|_base)?"
+TOWER_STATES = ("vision_feature_layer", "vision_feature_layers")
+"""Fields that name states of a tower, by the number of the block that they stand after."""
+SPECIAL_TOKENS = r"\w*_token_(id|index)|\w*suppress_tokens"
+
+# The first pattern that matches the whole name of a field gives the most that its integers may be. A field that no
+# pattern matches is structure and stays: kinds, flags, factors, kernels, norms.
+LIMITS = {
+    # Attention heads.
+    KEY_HEADS: HEADS // 2,
+    r"index(er)?_n_heads": HEADS // 2,
+    r"\w*_heads|n_head|num_attention_heads_per_layer": HEADS,
+    r"\w*(rotary_dim|rope_head_dim)": ROTARY_SIZE,
+    r"\w*(head_dim|head_size|d_head|dim_head|headdim|d_kv|kv_channels)": HEAD_SIZE,
+    # Experts.
+    r"\w*(num|n|routed|local)_experts|zero_expert_num": 4,
+    r"\w*(experts_per_tok(en)?|top_?k|moe_k)(_experts|_blocks)?": 2,
+    r"n_group|num_expert_group|\w*n_groups|o_groups": 2,
+    r"topk_group|first_k_dense_replace|num_dense_layers": 1,
+    # Recurrence and low ranks.
+    r"\w*(d_state|state_size)": 8,
+    r"(mamba_dt|time_step)_rank": 4,
+    r"\w*rank": 16,
+    # Windows and chunks: shorter than short sequences, so that they matter.
+    r"\w*(window|window_size|window_len|chunk_size|chunk_length|local_attention|block_size)": WINDOW_TOKENS,
+    r"index(er)?_(topk|budget)": WINDOW_TOKENS,
+    r"n_ctx|n_positions|context_length|model_max_length|max_seq_len|max_\w*positions?\w*": POSITIONS,
+    r"\w*position_embedding_size": POSITIONS,
+    # Widths.
+    r"\w*(moe|expert)\w*(intermediate|hidden)_size": WIDTH // 2,
+    r"\w*(intermediate_size|ffn_dim|ffn_hidden_size|feed_forward_size|mlp_dim)\w*": 2 * WIDTH,
+    r"\w*(d_ff|dff|dim_ff|d_inner|d_ssm)": 2 * WIDTH,
+    r"hidden_size_per_layer_input": WIDTH // 4,
+    r"\w*(hidden_size|d_model|n_embd|embed_dim|emb_dim|embedding_size|input_size|proj_dim|width)\w*": WIDTH,
+    r"\w*(input|output|in|out)_dim": WIDTH,
+    r"\w*channels?": 32,
+}
+
+
+@dataclass(frozen=True)
+class FieldRules:
+    """What decides a small value besides the field's name and value: the config around it, and the small model."""
+
+    fields: Mapping[str, Any]
+    """Fields of the full config, by name."""
+    depth: int
+    """How many blocks the full model has."""
+    kept_blocks: list[int]
+    """The block of the full model that each small one is like."""
+    vocab_size: int
+
+    def small(self, name: str, value: Any) -> Any:
+        """Give the small value of a field; what is structure stays."""
+        if isinstance(value, dict):
+            if name == "per_layer_config":
+                return self._small_overrides({int(block): fields for block, fields in value.items()})
+            return {key: self.small(str(key), item) for key, item in value.items()}
+        if isinstance(value, list):
+            return self._small_list(name, value)
+        if isinstance(value, int) and not isinstance(value, bool):
+            return self._small_integer(name, value)
+        if name == "partial_rotary_factor" and value is not None:
+            # Less than half of a small head has too few pairs.
+            return max(value, 0.5)
+        return value
+
+    def _small_integer(self, name: str, value: int) -> int:
+        if re.fullmatch(DEPTHS, name):
+            return len(self.kept_blocks)
+        if re.fullmatch(PERIODS, name):
+            return min(value, LONGEST_PERIOD, len(self.kept_blocks))
+        if re.fullmatch(SPECIAL_TOKENS, name):
+            return value % self.vocab_size if value >= 0 else value
+        if re.fullmatch(VOCABULARIES, name):
+            return min(value, self.vocab_size)
+        if name == "window_size" and isinstance(self.fields.get("patch_size"), int):
+            # A tower counts its window in pixels: it stays some patches wide.
+            return min(value, 4 * int(self.fields["patch_size"]))
+        if name == "original_max_position_embeddings":
+            # It keeps its share of the limit: some models tell by that whether to scale positions.
+            positions = max(self.fields.get("max_position_embeddings", value), POSITIONS)
+            return max(value * POSITIONS // positions, 1)
+        if re.fullmatch(KEY_HEADS, name):
+            # A model with as many heads for keys as for queries keeps as many.
+            partners = (name.replace("key_value", "attention").replace("num_key", "num_value"), *QUERY_HEADS)
+            return min(value, HEADS if value in map(self.fields.get, partners) else LIMITS[KEY_HEADS])
+        limit = next((limit for pattern, limit in LIMITS.items() if re.fullmatch(pattern, name)), value)
+        return min(value, limit)
+
+    def _small_list(self, name: str, values: list[Any]) -> list[object]:
+        if are_block_indices(name, values, self.depth):
+            return [new for new, old in enumerate(self.kept_blocks) if old in values]
+        if len(values) == self.depth:
+            values = [values[block] for block in self.kept_blocks]
+        if name in ("long_factor", "short_factor"):
+            return values[: self._num_rotary_pairs(len(values))]
+        if name == "mrope_section":
+            pairs = self._num_rotary_pairs(sum(values))
+            small = [max(pairs * section // sum(values), 1) for section in values]
+            # What rounding leaves goes to a section whose size no other has: ernie's of height and width stay equal.
+            alone = next((place for place, section in enumerate(values) if values.count(section) == 1), 0)
+            small[alone] += pairs - sum(small)
+            return list(small)
+        if name in TOWER_STATES:
+            return [max(min(value, TOWER_BLOCKS), -TOWER_BLOCKS) for value in values]
+        return [self.small(name, value) for value in values]
+
+    def _num_rotary_pairs(self, pairs: int) -> int:
+        """How many of so many rotary pairs a small head has: the same part of it is rotated."""
+        size = self.fields.get("head_dim") or self.fields["hidden_size"] // self.fields["num_attention_heads"]
+        part = (self.fields.get("rope_parameters") or {}).get("partial_rotary_factor", 1.0)
+        return int(pairs * min(HEAD_SIZE, size) / size * self.small("partial_rotary_factor", part) / part)
+
+    def _small_overrides(self, overrides: dict[int, dict[str, object]]) -> dict[int, dict[str, object]]:
+        """The overrides of single blocks, in the same proportion to the values of the other blocks."""
+
+        def small(name: str, value: object) -> object:
+            usual = self.fields.get(name)
+            if isinstance(value, int) and isinstance(usual, int) and usual > 0:
+                return max(self.small(name, usual) * value // usual, 1)
+            return self.small(name, value)
+
+        return {
+            new: {name: small(name, value) for name, value in overrides[old].items()}
+            for new, old in enumerate(self.kept_blocks)
+            if old in overrides
+        }
+
+
+def are_block_indices(name: str, value: object, depth: int) -> bool:
+    """Whether a list names blocks by number, and so is not one with an entry for each."""
+    return (
+        isinstance(value, list)
+        and re.fullmatch(BLOCK_INDICES, name) is not None
+        and all(isinstance(i, int) and 0 <= i < depth for i in value)
+        and sorted(set(value)) == value
+    )
