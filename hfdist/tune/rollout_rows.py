@@ -77,7 +77,8 @@ def make_image_rows(
         filling = [fill_id] * (LEAST_TOKENS - len(prompt) - len(answer.tokens))
         ids = np.array([*prompt, *answer.tokens, *filling], dtype=np.int64)
         is_target = np.array([False] * len(prompt) + answer.is_drawn + [False] * len(filling), dtype=np.bool_)
-        are_features = np.isin(ids, images.tokens.ids) & (np.arange(len(ids)) < len(prompt))
+        are_features = np.zeros(len(ids), dtype=np.bool_)
+        are_features[: len(prompt)] = images.tokens.are_features(prompt)
         rows.append({**images.tokens.row(ids, are_features, np.where(is_target, ids, IGNORED)), **seen})
     return stack_rows(rows, fill_id, images.tokens, needs_image=needs_image)
 
