@@ -2,6 +2,7 @@
 
 import json
 import math
+from functools import cache
 
 import pytest
 import torch
@@ -30,8 +31,8 @@ from hfdist.trainer.generation.sampling import Sampler, Sampling
 from hfdist.tune.prompt_seeds import answer_seeds
 from recipes.tune import main
 from tests.distributed import trl_runs
-from tests.distributed.preference_runs import EPSILON, RATE
-from tests.distributed.runs import eval_losses, losses, weights
+from tests.distributed.preference_runs import EPSILON, PLAIN, RATE
+from tests.distributed.runs import eval_losses, losses, name_of, weights
 from tests.image_models import draw, save_model
 from tests.marks import many
 from tests.packages import install_package
@@ -48,19 +49,16 @@ QUESTION = "what is in this picture? number {}"
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
-    folder, known = tmp_path_factory.mktemp("models"), {}
-
-    def of(family):
-        if family not in known:
-            known[family] = save_model(family, folder / family)
-        return known[family]
-
-    return of
+    folder = tmp_path_factory.mktemp("models")
+    return cache(lambda family: save_model(family, folder / family))
 
 
-@pytest.fixture(autouse=True)
-def reward(tmp_path, monkeypatch):
-    install_package(tmp_path / "packages", monkeypatch, "lettered", REWARD, "hfdist.rewards", letters="letters")
+@pytest.fixture(scope="module", autouse=True)
+def reward(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        folder = tmp_path_factory.mktemp("packages")
+        install_package(folder, patch, "lettered", REWARD, "hfdist.rewards", letters="letters")
+        yield
 
 
 def write_prompts(folder, num_rows=12, counts=(1, 2, 0)):
@@ -126,19 +124,8 @@ def tune(folder, model, rows, num_ranks, *overrides):
 
 @pytest.fixture(scope="module")
 def single(tmp_path_factory, models, rows, cache_dir):
-    folder, known = tmp_path_factory.mktemp("single"), {}
-
-    def of(family, *others):
-        key = "-".join((family, *others)).replace("=", "-")
-        if key not in known:
-            with pytest.MonkeyPatch.context() as patch:
-                install_package(
-                    folder / key / "packages", patch, "lettered", REWARD, "hfdist.rewards", letters="letters"
-                )
-                known[key] = tune(folder / key / "run", models(family), rows, 1, *others)
-        return known[key]
-
-    return of
+    folder = tmp_path_factory.mktemp("single")
+    return cache(lambda *how: tune(folder / name_of(how), models(how[0]), rows, 1, *how[1:]))
 
 
 @pytest.mark.parametrize(
@@ -315,23 +302,12 @@ def train_plainly(folder, model, rows):
     processor = AutoProcessor.from_pretrained(model)
     args = trl.GRPOConfig(
         str(folder),
-        max_steps=STEPS,
+        **PLAIN | {"max_steps": STEPS},
         per_device_train_batch_size=GLOBAL_BATCH * ANSWERS,
         num_generations=ANSWERS,
         max_completion_length=NEW_TOKENS,
         beta=0.1,
-        learning_rate=RATE,
-        lr_scheduler_type="constant",
-        adam_beta2=0.999,
-        adam_epsilon=EPSILON,
-        logging_steps=1,
-        report_to="none",
-        use_cpu=True,
-        bf16=False,
-        save_strategy="no",
-        disable_tqdm=True,
         shuffle_dataset=False,
-        gradient_checkpointing=False,
     )
     trainer = _OurAnswers(
         AutoModelForImageTextToText.from_pretrained(model, dtype="float32"),
