@@ -236,6 +236,9 @@ def next_logits(model: Any, cache: SlotCache, new: NewTokens) -> torch.Tensor:
         inputs["logits_to_keep"] = 1
     # Some classes have inputs of their own.
     prepared = model.prepare_inputs_for_generation(new.ids, is_first_iteration=cache.num_columns == 0, **inputs)
+    if "position_ids" in inputs and prepared.get("position_ids") is None:
+        # Where they take positions away, a forward counts what pads a row, too.
+        prepared["position_ids"] = inputs["position_ids"]
     logits: torch.Tensor = model(**prepared, return_dict=True).logits[:, -1]
     cache.count(num_tokens)
     return logits
