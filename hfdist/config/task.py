@@ -215,6 +215,8 @@ _POLICY_KEYS = (
     "max_staleness", "sync_every", "answer_seconds", "generators_port", "generators_host", "server", "server_addresses",
     "server_key_variable", "environment", "environment_url", "environment_seconds", "max_turns",
 )  # fmt: skip
+_KEYS_OF_TEXT = ("generators", "generators_port", "server", "environment", "reward_model", "trained_prompts")
+"""Keys by which prompts are answered, or answers used, in a way that is not tried with images yet."""
 
 _REFERENCE_LOSSES = (
     TaskLoss.sigmoid, TaskLoss.sigmoid_norm, TaskLoss.robust, TaskLoss.exo_pair, TaskLoss.hinge, TaskLoss.ipo,
@@ -646,6 +648,11 @@ class TaskConfig:
     def uses_generators(self) -> bool:
         """Whether prompts are answered beside the ranks."""
         return self.generators > 0 or self.generators_port is not None or self.server is not None
+
+    @property
+    def used_for_text_alone(self) -> list[str]:
+        """The keys that are used and do not go with images in prompts."""
+        return [key for key in _KEYS_OF_TEXT if getattr(self, key) not in (None, 0)]
 
     @property
     def answers_prompts(self) -> bool:

@@ -27,6 +27,7 @@ from hfdist.models.build import make_without_values
 from hfdist.models.cache_use import set_use_cache
 from hfdist.models.heads import HEADS, IMAGE_TEXT, has_class, is_type
 from hfdist.models.hub_client import reading_from_hub
+from hfdist.models.position_limit import most_positions
 
 _LARGE_CONFIG = 1 << 20
 """Bytes; those of models have some thousands."""
@@ -235,8 +236,8 @@ def _same_kind(present: object, value: object) -> bool:
 
 
 def _check_positions(architecture: PreTrainedConfig, sequence_length: int) -> None:
-    limit = getattr(architecture.get_text_config(), "max_position_embeddings", None)
-    if isinstance(limit, int) and 0 < limit < sequence_length:
+    limit = most_positions(architecture)
+    if limit is not None and limit < sequence_length:
         raise ConfigError(
             "sequences are longer than the model has positions",
             where="data.sequence_length",

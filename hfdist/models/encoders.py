@@ -14,6 +14,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 from hfdist.config.task import Head
 from hfdist.errors import ConfigError, first_line
 from hfdist.models.heads import HEADS
+from hfdist.models.position_limit import most_positions
 from hfdist.models.positions import count_unused_positions
 from hfdist.models.probing import make_of_config, small_model
 from hfdist.models.shrink import shrink
@@ -124,8 +125,8 @@ def check_reads_texts(architecture: PreTrainedConfig, *, head: Head, longest: in
     if has_statistics:
         # With other ranks or micro batches a process reads other rows, and would save other statistics.
         raise _refuse(architecture, head, "in training this type saves statistics of what a process reads")
-    limit = getattr(architecture.get_text_config(), "max_position_embeddings", None)
-    if unused and isinstance(limit, int) and longest > limit - unused:
+    limit = most_positions(architecture)
+    if unused and limit is not None and longest > limit - unused:
         raise ConfigError(
             "texts are longer than the model has positions",
             where="data.sequence_length",

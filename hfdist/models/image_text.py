@@ -8,6 +8,7 @@ language     reads features and tokens, with the embeddings and the head
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any, NamedTuple
 
@@ -27,6 +28,8 @@ logger = logging.getLogger(__name__)
 
 TOWER, PROJECTOR, LANGUAGE = "tower", "projector", "language"
 _MARK = "hfdist_reads_images"
+_OF_COPY = re.compile(r"(?<=\.)modules_to_save\.[^.]+\.")
+"""What stands in the name of a copy that PEFT trains: `modules_to_save` of an adapter."""
 
 
 def may_read_images(architecture: PreTrainedConfig) -> bool:
@@ -134,9 +137,10 @@ def image_example(model: nn.Module) -> ImageBatch | None:
 def from_the_end(model: nn.Module, name: str) -> str:
     """Give a parameter's name with indices of module lists counted from the end.
 
-    So `layers.11.norm.weight` of 12 layers becomes `layers.-1.norm.weight`, as that of a model of another depth does.
+    So `layers.11.norm.weight` of 12 layers becomes `layers.-1.norm.weight`, as that of a model of another depth does. A
+    copy of a module that PEFT trains has the name of the module.
     """
-    parts: list[str] = name.split(".")
+    parts: list[str] = _OF_COPY.sub("", name).split(".")
     module: Any = model
     for index, part in enumerate(parts):
         length = len(module) if isinstance(module, nn.ModuleList) else 0

@@ -21,6 +21,8 @@ from transformers.cache_utils import (
 )
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
+from hfdist.models.new_tokens import NewTokens
+
 CACHE = "cache" if "cache" in CausalLMOutputWithPast.__dataclass_fields__ else "past_key_values"
 """What forwards and their outputs call the cache: `cache` from transformers 5.24 on."""
 
@@ -210,29 +212,33 @@ class SlotCache(Cache):
         self.start, self.stop = num_columns - self.num_columns, num_columns
 
 
-def next_logits(model: Any, cache: SlotCache, tokens: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+def next_logits(model: Any, cache: SlotCache, new: NewTokens) -> torch.Tensor:
     """Run a model on the next tokens of each row, and give the logits of the token after them.
 
     Args:
         model: of transformers, with all blocks.
         cache: what the model has kept of the tokens before, and keeps of the new ones.
-        tokens: of shape [rows, new tokens], padded on the left.
-        lengths: number of tokens of each row, with those before, and without what pads it; shape [rows].
+        new: the tokens, on the model's device.
 
     Returns:
         Logits of shape [rows, vocabulary].
     """
-    num_tokens = tokens.shape[1]
+    num_tokens = new.ids.shape[1]
     width = cache.num_columns + num_tokens
-    positions = torch.arange(width, device=tokens.device) - width + lengths[:, None]
-    inputs = {CACHE: cache, "attention_mask": (positions >= 0).long(), "use_cache": True}
+    positions = torch.arange(width, device=new.ids.device) - width + new.lengths[:, None]
+    inputs = {CACHE: cache, "attention_mask": (positions >= 0).long(), "use_cache": True, **new.seen}
     takes = inspect.signature(model.forward).parameters
     if "position_ids" in takes:
-        inputs["position_ids"] = positions[:, -num_tokens:].clamp(min=0)
+        own = positions[:, -num_tokens:].clamp(min=0)
+        # Those of the text come first, as masks are made of them.
+        inputs["position_ids"] = own if new.shifts is None else torch.cat([own[None], own + new.shifts])
     if "logits_to_keep" in takes:
         inputs["logits_to_keep"] = 1
     # Some classes have inputs of their own.
-    prepared = model.prepare_inputs_for_generation(tokens, is_first_iteration=cache.num_columns == 0, **inputs)
+    prepared = model.prepare_inputs_for_generation(new.ids, is_first_iteration=cache.num_columns == 0, **inputs)
+    if "position_ids" in inputs and prepared.get("position_ids") is None:
+        # Where they take positions away, a forward counts what pads a row, too.
+        prepared["position_ids"] = inputs["position_ids"]
     logits: torch.Tensor = model(**prepared, return_dict=True).logits[:, -1]
     cache.count(num_tokens)
     return logits

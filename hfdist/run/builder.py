@@ -18,6 +18,7 @@ from hfdist.models.attention_choice import choose_attention
 from hfdist.models.image_text import find_unreached
 from hfdist.models.label_names import set_labels
 from hfdist.models.peft_config import check_adapter
+from hfdist.models.position_limit import most_positions
 from hfdist.models.processor import list_processor_files
 from hfdist.open_files import raise_limit
 from hfdist.optim.registry import check_optimizer
@@ -40,6 +41,7 @@ from hfdist.trainer.trainer import Trainer
 from hfdist.tune.acting import check_turns
 from hfdist.tune.choose import check_special_tokens, make_objective
 from hfdist.tune.fit_model import check_fits, fit_model
+from hfdist.tune.learned_reward import check_positions
 from hfdist.tune.student_answers import check_prompts
 from hfdist.tune.teacher_check import check_teacher
 
@@ -95,8 +97,9 @@ class Run(RunState):
 
         Raises:
             ConfigError, DataError: sources that are missing, unreadable or too small; a tokenizer larger than the
-                model's vocabulary, or without a token that the task needs; a teacher with another one; a chat template
-                that cannot write episodes; rows without prompts where prompts are answered.
+                model's vocabulary, or without a token that the task needs; a teacher with another one; a reward model
+                that cannot read the longest answer; a chat template that cannot write episodes; rows without prompts
+                where prompts are answered.
             PartitionError: rows with images, and a type of model whose stages in a pipeline cannot read them.
         """
         self.data = build_data(self._here, self.topology, self.architecture)
@@ -117,6 +120,15 @@ class Run(RunState):
         if (task := self.config.task).teacher is not None:
             length = self.config.data.sequence_length
             check_teacher(task, self.data.tokenizer, self.architecture, sequence_length=length)
+        if task.reward_model is not None:
+            longest = self.config.data.sequence_length + task.max_new_tokens
+            check_positions(
+                task.reward_model,
+                self.data.tokenizer,
+                # A prompt is cut to what the model can read.
+                longest=min(longest, most_positions(self.architecture) or longest),
+                max_new_tokens=task.max_new_tokens,
+            )
         if task.environment is not None:
             check_turns(self._here, self.data.tokenizer, self.data.corpus, self.architecture)
         if task.on_policy:

@@ -16,6 +16,7 @@ from hfdist.errors import ConfigError
 from hfdist.models import find_architecture
 from hfdist.models.image_text import ImageBatch, feature_token, may_read_images
 from hfdist.models.image_trials import find_positions, module_of_each_image, why_rows_mix
+from hfdist.models.position_limit import most_positions
 from hfdist.models.processor import load_processor
 from hfdist.models.resolve import resolve_model
 
@@ -150,20 +151,14 @@ def _check_task(task: TaskName) -> None:
 def _check_answers(config: RunConfig) -> None:
     """Refuse what is not tried where prompts with images are answered."""
     task, strategy = config.task, config.strategy
-    others = {
-        "task.generators": task.generators > 0,
-        "task.generators_port": task.generators_port is not None,
-        "task.server": task.server is not None,
-        "task.environment": task.environment is not None,
-        "task.reward_model": task.reward_model is not None,
-        "task.trained_prompts": task.trained_prompts is not None,
+    of_layout = {
         "strategy.pipeline": strategy.pipeline > 1,
         "strategy.sharding": strategy.partitions_in_constructor,
     }
-    refused = [key for key, is_used in others.items() if is_used]
+    of_task = [f"task.{key}" for key in task.used_for_text_alone]
+    refused = [*of_task, *(key for key, is_used in of_layout.items() if is_used)]
     if not refused:
         return
-    of_task = [key for key in refused if key.startswith("task.")]
     moves = ["strategy=fsdp2"] if len(of_task) < len(refused) else []
     moves += [f"without {' and '.join(of_task)}"] if of_task else []
     raise ConfigError(
@@ -176,10 +171,10 @@ def _check_answers(config: RunConfig) -> None:
 
 def _check_room(config: RunConfig, architecture: PreTrainedConfig) -> None:
     """Check that the longest prompt need not be cut for its answer: a cut could leave an image without its tokens."""
-    positions = getattr(architecture.get_text_config(), "max_position_embeddings", None)
+    positions = most_positions(architecture)
     length, new_tokens = config.data.sequence_length, config.task.max_new_tokens
     # Without room for any prompt another error says so.
-    if isinstance(positions, int) and new_tokens < positions < length + new_tokens:
+    if positions is not None and new_tokens < positions < length + new_tokens:
         raise ConfigError(
             "prompts with images cannot be cut, and the longest leaves the model no room for an answer",
             where="data.sequence_length",

@@ -81,6 +81,12 @@ class Training:
         """GPUs of this process, as `args.n_gpu`; it looks as `args.device` does."""
         return self.trainer.args.n_gpu
 
+    @property
+    def image_names(self) -> tuple[str, ...]:
+        """Names of what a forward takes of images in the batches; none where rows have no images."""
+        images = None if self.stream is None else self.stream.images
+        return () if images is None else images.forward_names
+
     # ---- what transformers replaces ----
 
     @property

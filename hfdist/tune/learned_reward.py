@@ -16,15 +16,17 @@ from transformers import (
 from hfdist.config.paths import expand_user
 from hfdist.config.task import SCORE, Head
 from hfdist.data.tokenization.text_encoder import Encoder
-from hfdist.errors import ConfigError
+from hfdist.errors import ConfigError, DataError
 from hfdist.models.frozen import SAFELY, find_frozen, read_frozen, read_tokenizer
 from hfdist.models.names.weight_names import read_names
 from hfdist.models.partitioning import Partitioning
+from hfdist.models.position_limit import most_positions
 from hfdist.rewards import Generation
 from hfdist.tune.reward import token_scores
 
 _KEY = "task.reward_model"
 _ALLOWED = "the folder of a model for sequence classification with one label, in safetensors, and its tokenizer"
+_LENGTHS = f"task.max_new_tokens or data.sequence_length, or another {_KEY}"
 _HINT = f"{_KEY}=RUN/model, of a run with task=reward and without an adapter"
 
 
@@ -50,6 +52,36 @@ def check_reward_model(path: str) -> None:
         what = "the tokenizer has more tokens than the reward model knows"
         found = f"{path}, {num_tokens:,} tokens and a model of {num_known:,}"
         raise ConfigError(what, where=_KEY, found=found, allowed=_ALLOWED, hint=_HINT)
+
+
+def check_positions(path: str, tokenizer: PreTrainedTokenizerBase, *, longest: int, max_new_tokens: int) -> None:
+    """Check that a reward model can read the longest answer; of one with another vocabulary that is not known yet.
+
+    Args:
+        path: folder of the model, checked by `check_reward_model`.
+        tokenizer: tokenizer of the model that is trained.
+        longest: most tokens of a prompt with its answer.
+        max_new_tokens: most tokens of an answer.
+
+    Raises:
+        ConfigError: it has fewer positions.
+    """
+    positions = most_positions(find_frozen(path, where=_KEY, allowed=_ALLOWED, hint=_HINT))
+    if positions is None or positions >= longest or not _has_vocabulary(read_tokenizer(path, where=_KEY), tokenizer):
+        return
+    room = positions - max_new_tokens
+    hint = f"data.sequence_length={room}" if room > 0 else f"a lower {_LENGTHS}"
+    raise ConfigError(
+        "a prompt with its answer may be longer than the reward model has positions",
+        where=_KEY,
+        found=f"{path}, with {positions:,} positions, for up to {longest:,} tokens",
+        allowed=f"data.sequence_length + task.max_new_tokens <= {positions}",
+        hint=hint,
+    )
+
+
+def _has_vocabulary(tokenizer: PreTrainedTokenizerBase, other: PreTrainedTokenizerBase) -> bool:
+    return tokenizer.get_vocab() == other.get_vocab()
 
 
 class LearnedReward:
@@ -97,8 +129,8 @@ class LearnedReward:
     @cached_property
     def _own_encoder(self) -> Encoder | None:
         """Encodes texts anew; None: both models have the same vocabulary."""
-        is_same = self._own_tokenizer.get_vocab() == self._tokenizer.get_vocab()
-        return None if is_same else Encoder(self._own_tokenizer)
+        own = self._own_tokenizer
+        return None if _has_vocabulary(own, self._tokenizer) else Encoder(own)
 
     def _encode(self, generation: Generation) -> list[int]:
         encoder, tokens = self._own_encoder, list(generation.token_ids)
@@ -114,6 +146,11 @@ class LearnedReward:
     @torch.no_grad()
     def _score_rows(self, rows: Sequence[Sequence[int]]) -> list[float]:
         device, width = self._arguments.device, max(map(len, rows))
+        positions = most_positions(self._model.config)
+        if positions is not None and width > positions:
+            what = "a prompt with its answer is longer than the reward model has positions"
+            length, allowed = f"{self._path}, for {width:,} of its tokens", f"<= {positions:,} tokens"
+            raise DataError(what, where=_KEY, found=length, allowed=allowed, hint=f"a lower {_LENGTHS}")
         ids = torch.tensor([[*row, *[0] * (width - len(row))] for row in rows], device=device)
         places = torch.arange(width, device=device).expand_as(ids)
         scores = token_scores(self._model, {"input_ids": ids, "position_ids": places})

@@ -27,12 +27,10 @@ from hfdist.models.loss.deferred_rows import Reduce
 from hfdist.strategies.engine import Batch, Forward, TrainerHooks
 from hfdist.trainer.step.forwards import evaluating
 from hfdist.trainer.step.objective import reduce_tokens
-from hfdist.trainer.training import Training
 from hfdist.tune.advantages import add_advantages
 from hfdist.tune.live_prompts import keep_live
 from hfdist.tune.own_answers import OwnAnswers
 from hfdist.tune.policy_loss import POLICY_LOSSES, Mean, Ratios, of_answers, of_answers_by_token
-from hfdist.tune.reference import image_names
 from hfdist.tune.reference_weights import ReferenceWeights
 from hfdist.tune.rollout import Rollouts
 from hfdist.tune.rollout_rows import (
@@ -54,9 +52,6 @@ DIVERGENCE = "divergence"
 class PolicyGradient(OwnAnswers):
     """A policy and its rewards. An item is a token of an answer, or an answer."""
 
-    _of_images: tuple[str, ...] = ()
-    """Names of what a forward takes of images, once the training has begun."""
-
     def __init__(self, task: TaskConfig, rollouts: Rollouts) -> None:
         super().__init__(task, rollouts)
         self._loss = POLICY_LOSSES[task.loss]
@@ -64,11 +59,6 @@ class PolicyGradient(OwnAnswers):
         """Largest logarithm of a ratio since the figures were asked for."""
         own = (["kl"] if task.beta else []) + (["mismatch"] if task.uses_generators else [])
         self.names = ("entropy", "clipped_ratios", *own, *rollouts.names)
-
-    def begin(self, training: Training) -> None:
-        """See the base class."""
-        super().begin(training)
-        self._of_images = image_names(training)
 
     def figures(self, *, trains: bool) -> dict[str, float]:
         """Add the figures of the generators."""
@@ -182,5 +172,4 @@ class PolicyGradient(OwnAnswers):
         self._largest = torch.maximum(self._largest.to(largest), largest)
 
     def _reduce(self, model: nn.Module, batch: Batch, reduce: Reduce) -> torch.Tensor:
-        temperature, head = self._task.temperature, self._training.head
-        return reduce_tokens(head, model, batch, reduce, temperature=temperature, of_images=self._of_images)
+        return reduce_tokens(self._training, model, batch, reduce, temperature=self._task.temperature)

@@ -17,7 +17,7 @@ from hfdist.strategies.engine import Batch, Forward, TrainerHooks
 from hfdist.trainer.step.objective import Documents, Objective, reduce_answers
 from hfdist.trainer.training import Training
 from hfdist.tune.pair_losses import LOSSES
-from hfdist.tune.reference import REFERENCE, ReferenceTable, image_names
+from hfdist.tune.reference import REFERENCE, ReferenceTable
 
 
 def are_pairs(documents: Documents) -> torch.Tensor:
@@ -33,8 +33,6 @@ def next_of(values: torch.Tensor) -> torch.Tensor:
 class Preferences(Objective):
     """DPO, or CPO where batches have nothing of a reference. An item is a pair."""
 
-    _of_images: tuple[str, ...] = ()
-    """Names of what a forward takes of images, once the training has begun."""
     names: tuple[str, ...] = ("rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies")
 
     def __init__(self, task: TaskConfig, table: ReferenceTable | None) -> None:
@@ -53,7 +51,6 @@ class Preferences(Objective):
     def begin(self, training: Training) -> None:
         """Compute the reference's log-probabilities of all pairs."""
         super().begin(training)
-        self._of_images = image_names(training)
         if self._table is not None:
             self._table.compute(training, lambda batch: [batch])
 
@@ -113,7 +110,7 @@ class Preferences(Objective):
             self._note(is_pair, dict(zip(self.names, values, strict=True)))
             return torch.where(is_pair, losses, 0).sum()
 
-        return reduce_answers(self._training.head, model, batch, reduce, of_images=self._of_images)
+        return reduce_answers(self._training, model, batch, reduce)
 
 
 def _of_pairs(is_pair: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

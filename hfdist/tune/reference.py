@@ -6,9 +6,8 @@ evaluation. The log-probabilities are kept in the run's folder, where a resume i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 from zipfile import BadZipFile
@@ -20,7 +19,6 @@ from torch import nn
 from hfdist.atomic_write import write_atomically
 from hfdist.collectives import gather_json
 from hfdist.errors import CheckpointError, first_line
-from hfdist.models.loss import LossHead
 from hfdist.strategies.engine import Batch, Forward
 from hfdist.trainer.step.forwards import evaluating
 from hfdist.trainer.step.objective import Documents, reduce_answers
@@ -131,22 +129,12 @@ class ReferenceTable(DocumentTable):
 
 
 def answers_of(training: Training) -> Callable[[nn.Module, Batch], torch.Tensor]:
-    """Give what computes the log-probability of each document's answer, of a model and a batch of a training."""
-    return partial(log_probabilities_of_answers, training.head, of_images=image_names(training))
+    """Give what computes, of a model and a batch, the log-probability of each document's answer at its first token.
 
-
-def image_names(training: Training) -> tuple[str, ...]:
-    """Give the names of what a forward takes of images in the batches of a training; none where rows have no images."""
-    images = None if training.stream is None else training.stream.images
-    return () if images is None else images.forward_names
-
-
-def log_probabilities_of_answers(
-    head: LossHead | None, model: nn.Module, batch: Batch, *, of_images: Collection[str] = ()
-) -> torch.Tensor:
-    """Give the log-probability of each document's answer at its first token; shape [rows, tokens]."""
+    It gives a tensor of shape [rows, tokens].
+    """
 
     def place(documents: Documents, log_probabilities: torch.Tensor) -> torch.Tensor:
         return torch.where(documents.is_first, log_probabilities[documents.of_token], 0.0)
 
-    return reduce_answers(head, model, batch, place, of_images=of_images)
+    return lambda model, batch: reduce_answers(training, model, batch, place)

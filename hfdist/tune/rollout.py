@@ -29,6 +29,7 @@ from hfdist.topology import Topology
 from hfdist.trainer.generation.greedy import continue_prompts
 from hfdist.trainer.generation.row_images import RowImages
 from hfdist.trainer.generation.sampling import Sampler
+from hfdist.trainer.generation.shares import share_of_rank
 from hfdist.trainer.training import Training
 from hfdist.tune.acting import Acting
 from hfdist.tune.answer import Answer
@@ -120,7 +121,7 @@ class Rollouts:
     def _images_of(self, examples: Sequence[Example]) -> RowImages | None:
         if self._image_tokens is None:
             return None
-        return RowImages(self._image_tokens, [example.images for example in examples])
+        return RowImages(self._image_tokens, [example.images() for example in examples])
 
     def answer(
         self, batches: Sequence[Batch], forwarding: Callable[[], AbstractContextManager[Forward]]
@@ -228,6 +229,10 @@ class Rollouts:
         if self._acting is not None:
             return self._act_held_out(self._acting, forward, rows_at_once)
         prompts, limits = [example.prompt for example in self._examples], self._sampler.limits
+        images: list[RowImages | None] = []
+        share = share_of_rank(self._examples, self._topology)
+        # A file that one rank cannot read ends all of them.
+        on_all_ranks(lambda: images.append(self._images_of(share)))
         answers = continue_prompts(
             prompts,
             forward,
@@ -235,7 +240,7 @@ class Rollouts:
             topology=self._topology,
             rows_at_once=rows_at_once,
             uses_cache=self._sampler.uses_cache,
-            images=self._images_of(self._examples),
+            images=images[0],
         )
         # These lack the token that ended them, which a reward model reads.
         ends = [[self._tokenizer.eos_token_id] if len(own) < limits.max_new_tokens else [] for own in answers]

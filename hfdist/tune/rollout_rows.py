@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -60,8 +60,15 @@ def read_examples(batch: Batch, room: int | None) -> list[Example]:
         first = next((place for place in range(stop) if labels[place] != IGNORED), 0)
         end = next((place for place in range(first, stop) if labels[place] == IGNORED), stop)
         prompt = ids[:first] if room is None else ids[:first][-room:]
-        found.append(Example(prompt=prompt, reference=ids[first:end] if first else [], images=seen if first else {}))
+        own = seen if first else {}
+        reference = ids[first:end] if first else []
+        # The same object each time: by it the answers to a prompt share what is read of it.
+        found.append(Example(prompt=prompt, reference=reference, images=_giving(own)))
     return found
+
+
+def _giving(images: Mapping[str, torch.Tensor]) -> Callable[[], Mapping[str, torch.Tensor]]:
+    return lambda: images
 
 
 def make_image_rows(
@@ -77,7 +84,8 @@ def make_image_rows(
         filling = [fill_id] * (LEAST_TOKENS - len(prompt) - len(answer.tokens))
         ids = np.array([*prompt, *answer.tokens, *filling], dtype=np.int64)
         is_target = np.array([False] * len(prompt) + answer.is_drawn + [False] * len(filling), dtype=np.bool_)
-        are_features = np.isin(ids, images.tokens.ids) & (np.arange(len(ids)) < len(prompt))
+        are_features = np.zeros(len(ids), dtype=np.bool_)
+        are_features[: len(prompt)] = images.tokens.are_features(prompt)
         rows.append({**images.tokens.row(ids, are_features, np.where(is_target, ids, IGNORED)), **seen})
     return stack_rows(rows, fill_id, images.tokens, needs_image=needs_image)
 

@@ -20,11 +20,12 @@ from hfdist.tune.answer import Answer
 def make_sampler(training: Training, tokenizer: PreTrainedTokenizerBase, task: TaskConfig) -> Sampler:
     """Make it. A collective; ConfigError: `task.max_new_tokens` leaves no room for a prompt."""
     topology = training.strategy.topology
+    images = None if training.stream is None else training.stream.images
     return Sampler(
         limits=find_limits(training.model, tokenizer, task.max_new_tokens, where="task.max_new_tokens"),
         sampling=Sampling.of(task),
         topology=topology,
-        uses_cache=can_use_cache(cast(PreTrainedModel, training.model), topology),
+        uses_cache=can_use_cache(cast(PreTrainedModel, training.model), topology, images),
     )
 
 

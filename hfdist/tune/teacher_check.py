@@ -12,6 +12,7 @@ from hfdist.config.task import Head, TaskConfig
 from hfdist.errors import ConfigError
 from hfdist.models.frozen import SAFELY, find_frozen, read_tokenizer
 from hfdist.models.names.weight_names import read_names
+from hfdist.models.position_limit import most_positions
 from hfdist.tune.fit_model import check_packable
 
 _KEY = "task.teacher"
@@ -55,8 +56,8 @@ def check_teacher(
         what, hint = "the model that is trained has fewer tokens", "task.teacher_top_k=64"
         where, allowed = "task.teacher_top_k", f"<= {known}"
         raise ConfigError(what, where=where, found=task.teacher_top_k, allowed=allowed, hint=hint)
-    positions = getattr(config.get_text_config(), "max_position_embeddings", None)
-    if isinstance(positions, int) and 0 < positions < sequence_length:
+    positions = most_positions(config)
+    if positions is not None and positions < sequence_length:
         what, hint = "sequences are longer than the teacher has positions", f"data.sequence_length={positions}"
         found = f"with {positions:,}, and data.sequence_length={sequence_length}"
         raise refuse(what, found, f"data.sequence_length <= {positions}", hint)

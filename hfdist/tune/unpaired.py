@@ -87,7 +87,7 @@ class KahnemanTversky(Objective):
             return torch.stack([ratios.double().sum(), is_answer.double().sum()])
 
         with self._training.trainer.compute_loss_context_manager():
-            return reduce_answers(self._training.head, model, batch, reduce)
+            return reduce_answers(self._training, model, batch, reduce)
 
     def _take(self, sums: torch.Tensor) -> None:
         if dist.is_initialized():
@@ -109,7 +109,7 @@ class KahnemanTversky(Objective):
             self._note(is_answer, {"rewards/margins": task.beta * sign * ratios, "kl": kl.expand_as(ratios)})
             return torch.where(is_answer, weights * losses, 0).sum()
 
-        return reduce_answers(self._training.head, model, batch, reduce)
+        return reduce_answers(self._training, model, batch, reduce)
 
 
 def mismatched(batch: Batch) -> Batch:

@@ -18,7 +18,7 @@ from hfdist.rewards import Generation, load_rewards
 from hfdist.topology import Topology
 from hfdist.trainer.generation.limits import GenerationLimits
 from hfdist.trainer.generation.sampling import Sampler, Sampling
-from tests.distributed.preference_runs import EPSILON, GLOBAL_BATCH, RATE, STEPS
+from tests.distributed.preference_runs import GLOBAL_BATCH, PLAIN
 
 MARKS = ["<pad>", "<end>", "<unknown>"]
 WORDS = [*"0123456789", "+", "="]
@@ -165,20 +165,9 @@ def train_plainly(folder: Path, model: Path, task: str, steps: list, arguments: 
     fields = {"beta": 0.0} | arguments
     args = config(
         str(folder),
-        max_steps=STEPS,
+        **PLAIN,
         per_device_train_batch_size=GLOBAL_BATCH * ANSWERS,
-        learning_rate=RATE,
-        lr_scheduler_type="constant",
-        adam_beta2=0.999,
-        adam_epsilon=EPSILON,
-        logging_steps=1,
-        report_to="none",
-        use_cpu=True,
-        bf16=False,
-        save_strategy="no",
-        disable_tqdm=True,
         shuffle_dataset=False,
-        gradient_checkpointing=False,
         num_generations=ANSWERS,
         max_completion_length=NEW_TOKENS,
         **fields,

@@ -19,12 +19,21 @@ from hfdist.data.packing.sequence import IGNORED
 from hfdist.run import prepare_run
 from hfdist.testing import run_ranks
 from recipes.tune import main
-from tests.distributed.trl_runs import WORDS
+from tests.distributed.trl_runs import QUIET, WORDS
 
 STEPS, GLOBAL_BATCH, LENGTH = 4, 4, 64
 RATE = 2e-3
 EPSILON = 1e-4
 """Of Adam: so large that gradients of nearly nothing, which are rounding, do not become whole steps."""
+PLAIN = {
+    **QUIET,
+    "max_steps": STEPS,
+    "learning_rate": RATE,
+    "lr_scheduler_type": "constant",
+    "adam_beta2": 0.999,
+    "adam_epsilon": EPSILON,
+}
+"""Arguments by which TRL's classes train as the runs do."""
 COMMON = (
     "model.init=pretrained",
     "data=files",
@@ -149,21 +158,10 @@ def train_plainly(folder: Path, model: Path, start: Path, task: str, steps: list
         rows = [{"prompt": f"{text(p)} ", "chosen": text(a), "rejected": text(b)} for (p, a, _), (_, b, _) in pairs]
     trainer, config = TRAINERS[task]
     fields = {
+        **PLAIN,
         "output_dir": str(folder),
-        "max_steps": STEPS,
         "per_device_train_batch_size": len(rows) // STEPS,
-        "learning_rate": RATE,
-        "lr_scheduler_type": "constant",
-        "adam_beta2": 0.999,
-        "adam_epsilon": EPSILON,
-        "logging_steps": 1,
-        "report_to": "none",
-        "use_cpu": True,
-        "bf16": False,
-        "save_strategy": "no",
-        "disable_tqdm": True,
         "train_sampling_strategy": "sequential",
-        "gradient_checkpointing": False,
     }
     kind = AutoModelForSequenceClassification if task == "reward" else AutoModelForCausalLM
     own = trainer(

@@ -63,3 +63,8 @@ class StopsAt(TrainerCallback):
     def on_step_end(self, args, state, control, **named):
         """After each."""
         control.should_training_stop = state.global_step == self.step
+
+
+def name_of(words: tuple[str, ...]) -> str:
+    """Give a name for the folder of a run, of what makes it another one than others."""
+    return "-".join(words).replace("=", "-")

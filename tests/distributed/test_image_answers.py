@@ -2,6 +2,7 @@
 
 import json
 import math
+from functools import cache
 
 import pytest
 import torch
@@ -15,11 +16,14 @@ from hfdist.config.model import ModelConfig
 from hfdist.data.tokenization.image_tokens import ImageTokens
 from hfdist.errors import ConfigError
 from hfdist.models.image_text import feature_token
+from hfdist.models.image_trials import find_positions
+from hfdist.models.new_tokens import PromptRows
 from hfdist.models.processor import load_processor
 from hfdist.records import RunFolder, read_lines
 from hfdist.run import prepare_run
 from hfdist.testing import run_ranks
 from hfdist.topology import Topology
+from hfdist.trainer.generation.continuation import can_use_cache
 from hfdist.trainer.generation.greedy import continue_prompts
 from hfdist.trainer.generation.limits import GenerationLimits
 from hfdist.trainer.generation.row_images import RowImages
@@ -27,8 +31,8 @@ from hfdist.trainer.generation.sampling import Sampler, Sampling
 from hfdist.tune.prompt_seeds import answer_seeds
 from recipes.tune import main
 from tests.distributed import trl_runs
-from tests.distributed.preference_runs import EPSILON, RATE
-from tests.distributed.runs import eval_losses, losses, weights
+from tests.distributed.preference_runs import EPSILON, PLAIN, RATE
+from tests.distributed.runs import eval_losses, losses, name_of, weights
 from tests.image_models import draw, save_model
 from tests.marks import many
 from tests.packages import install_package
@@ -45,19 +49,16 @@ QUESTION = "what is in this picture? number {}"
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
-    folder, known = tmp_path_factory.mktemp("models"), {}
-
-    def of(family):
-        if family not in known:
-            known[family] = save_model(family, folder / family)
-        return known[family]
-
-    return of
+    folder = tmp_path_factory.mktemp("models")
+    return cache(lambda family: save_model(family, folder / family))
 
 
-@pytest.fixture(autouse=True)
-def reward(tmp_path, monkeypatch):
-    install_package(tmp_path / "packages", monkeypatch, "lettered", REWARD, "hfdist.rewards", letters="letters")
+@pytest.fixture(scope="module", autouse=True)
+def reward(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        folder = tmp_path_factory.mktemp("packages")
+        install_package(folder, patch, "lettered", REWARD, "hfdist.rewards", letters="letters")
+        yield
 
 
 def write_prompts(folder, num_rows=12, counts=(1, 2, 0)):
@@ -123,19 +124,8 @@ def tune(folder, model, rows, num_ranks, *overrides):
 
 @pytest.fixture(scope="module")
 def single(tmp_path_factory, models, rows, cache_dir):
-    folder, known = tmp_path_factory.mktemp("single"), {}
-
-    def of(family, *others):
-        key = "-".join((family, *others)).replace("=", "-")
-        if key not in known:
-            with pytest.MonkeyPatch.context() as patch:
-                install_package(
-                    folder / key / "packages", patch, "lettered", REWARD, "hfdist.rewards", letters="letters"
-                )
-                known[key] = tune(folder / key / "run", models(family), rows, 1, *others)
-        return known[key]
-
-    return of
+    folder = tmp_path_factory.mktemp("single")
+    return cache(lambda *how: tune(folder / name_of(how), models(how[0]), rows, 1, *how[1:]))
 
 
 @pytest.mark.parametrize(
@@ -183,7 +173,7 @@ def answering(family, model):
     """What `generate` is given for prompts with no, one and two images, and the same as rows of ours."""
     config, tokenizer = AutoConfig.from_pretrained(model), AutoTokenizer.from_pretrained(model)
     processor = load_processor(ModelConfig(name=str(model)), config, tokenizer)
-    tokens = ImageTokens(processor, feature_id=feature_token(config))
+    tokens = ImageTokens(processor, find_positions(config), feature_token(config))
     asked, prompts, images = [], [], []
     for count in range(3):
         pictures = [draw(place) for place in range(count)]
@@ -196,20 +186,30 @@ def answering(family, model):
     return asked, prompts, RowImages(tokens, images)
 
 
-@pytest.mark.parametrize("family", ["qwen2_5_vl", many("llava"), many("gemma3"), many("qwen3_vl"), many("idefics3")])
-def test_answers_are_those_of_generate(models, family):
+@pytest.mark.parametrize(
+    ("family", "uses_cache"),
+    [
+        ("qwen2_5_vl", True),
+        *(many(family, True) for family in ("llava", "gemma3", "qwen3_vl", "idefics3", "internvl")),
+        *(many(family, False) for family in ("qwen2_5_vl", "idefics3")),
+    ],
+)
+def test_answers_are_those_of_generate(models, family, uses_cache):
     model = AutoModelForImageTextToText.from_pretrained(models(family), dtype="float32").eval()
     asked, prompts, images = answering(family, models(family))
+    assert can_use_cache(model, Topology(), images.tokens)
+    # Each twice: neighbours share what has been read.
+    twice = [place for place in range(len(prompts)) for _ in range(2)]
     limits = GenerationLimits(max_new_tokens=NEW_TOKENS, end_ids=frozenset({10**6}), most_tokens=None)
     with torch.no_grad():
         found = continue_prompts(
-            prompts,
+            [prompts[place] for place in twice],
             lambda batch, function, **_: [function(model, batch)],
             limits,
             topology=Topology(),
-            rows_at_once=2,
-            uses_cache=False,
-            images=images,
+            rows_at_once=3,
+            uses_cache=uses_cache,
+            images=RowImages(images.tokens, [images.rows[place] for place in twice]),
         )
         wanted = [
             model.generate(
@@ -222,7 +222,48 @@ def test_answers_are_those_of_generate(models, family):
             )[0, len(prompt) :].tolist()
             for given, prompt in zip(asked, prompts, strict=True)
         ]
-    assert found == wanted
+    assert found == [wanted[place] for place in twice]
+
+
+def test_a_prompt_is_read_once_with_its_images(models):
+    model = AutoModelForImageTextToText.from_pretrained(models("llava"), dtype="float32").eval()
+    _, prompts, images = answering("llava", models("llava"))
+    # Other images of the same size, with as many tokens.
+    others = {"pixel_values": images.rows[1]["pixel_values"].flip(-1)}
+    rows = RowImages(images.tokens, [*[images.rows[1]] * 3, *[others] * 3])
+    num_images, num_tokens = [], []
+    model.get_encoder(modality="image").register_forward_hook(lambda _, __, states: num_images.append(len(states[0])))
+    model.get_decoder().register_forward_hook(lambda _, __, states: num_tokens.append(states[0].shape[:2].numel()))
+    limits = GenerationLimits(max_new_tokens=NEW_TOKENS, end_ids=frozenset({10**6}), most_tokens=None)
+
+    def draw_all(uses_cache):
+        sampler = Sampler(limits=limits, sampling=Sampling(), topology=Topology(), uses_cache=uses_cache)
+        with torch.no_grad():
+            return sampler.draw(
+                [prompts[1]] * 6,
+                range(6),
+                lambda batch, function, **_: [function(model, batch)],
+                rows_at_once=6,
+                images=rows,
+            )
+
+    drawn = draw_all(True)
+    assert sum(num_images) == 2
+    # Each answer's last token is not read.
+    assert sum(num_tokens) == 2 * len(prompts[1]) + 6 * (NEW_TOKENS - 1)
+    assert drawn == draw_all(False)
+    assert sum(num_images) == 2 + 6 * NEW_TOKENS
+
+
+@pytest.mark.parametrize("broken", ["shifts", many("seen")])
+def test_a_cache_that_is_not_exact_with_images_is_noticed(models, monkeypatch, caplog, broken):
+    model = AutoModelForImageTextToText.from_pretrained(models("qwen2_5_vl"), dtype="float32")
+    *_, images = answering("qwen2_5_vl", models("qwen2_5_vl"))
+    read = PromptRows.read
+    without = {"shifts": None, "seen": {}}[broken]
+    monkeypatch.setattr(PromptRows, "read", lambda *given: read(*given)._replace(**{broken: without}))
+    assert not can_use_cache(model, Topology(), images.tokens)
+    assert caplog.text.count("all tokens and images before it, without a cache: logits differ") == 1
 
 
 class _OurAnswers(trl.GRPOTrainer):
@@ -261,23 +302,12 @@ def train_plainly(folder, model, rows):
     processor = AutoProcessor.from_pretrained(model)
     args = trl.GRPOConfig(
         str(folder),
-        max_steps=STEPS,
+        **PLAIN | {"max_steps": STEPS},
         per_device_train_batch_size=GLOBAL_BATCH * ANSWERS,
         num_generations=ANSWERS,
         max_completion_length=NEW_TOKENS,
         beta=0.1,
-        learning_rate=RATE,
-        lr_scheduler_type="constant",
-        adam_beta2=0.999,
-        adam_epsilon=EPSILON,
-        logging_steps=1,
-        report_to="none",
-        use_cpu=True,
-        bf16=False,
-        save_strategy="no",
-        disable_tqdm=True,
         shuffle_dataset=False,
-        gradient_checkpointing=False,
     )
     trainer = _OurAnswers(
         AutoModelForImageTextToText.from_pretrained(model, dtype="float32"),

@@ -1,6 +1,7 @@
 """Pairs of answers about images: TRL's own losses and weights on one process, and the same in every layout."""
 
 import json
+from functools import cache
 
 import pytest
 import torch
@@ -16,8 +17,8 @@ from hfdist.run import prepare_run
 from hfdist.testing import run_ranks
 from recipes.tune import main
 from tests.distributed import trl_runs
-from tests.distributed.preference_runs import COMMON, EPSILON, RATE, STEPS
-from tests.distributed.runs import eval_losses, losses, weights
+from tests.distributed.preference_runs import COMMON, PLAIN, STEPS
+from tests.distributed.runs import eval_losses, losses, name_of, weights
 from tests.image_models import draw, save_model
 from tests.marks import many
 
@@ -28,17 +29,16 @@ FIGURES = ("rewards/chosen", "rewards/rejected", "rewards/margins", "grad_norm")
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
-    folder, known = tmp_path_factory.mktemp("models"), {}
+    folder = tmp_path_factory.mktemp("models")
 
-    def of(family):
-        if family not in known:
-            known[family] = save_model(family, folder / family)
-            # TRL learns all that a template writes after an answer begins.
-            for path in (known[family] / "chat_template.jinja",):
-                path.write_text(path.read_text().replace("'<|im_end|>\\n'", "'<|im_end|>'"))
-        return known[family]
+    def save(family):
+        model = save_model(family, folder / family)
+        # TRL learns all that a template writes after an answer begins.
+        path = model / "chat_template.jinja"
+        path.write_text(path.read_text().replace("'<|im_end|>\\n'", "'<|im_end|>'"))
+        return model
 
-    return of
+    return cache(save)
 
 
 def write_pairs(folder, num_rows, most_images=2):
@@ -83,15 +83,8 @@ def tune(folder, model, rows, num_ranks, *overrides):
 
 @pytest.fixture(scope="module")
 def single(tmp_path_factory, models, rows, cache_dir):
-    folder, known = tmp_path_factory.mktemp("single"), {}
-
-    def of(family, *others):
-        key = "-".join((family, *others)).replace("=", "-")
-        if key not in known:
-            known[key] = tune(folder / key, models(family), rows, 1, *others)
-        return known[key]
-
-    return of
+    folder = tmp_path_factory.mktemp("single")
+    return cache(lambda *how: tune(folder / name_of(how), models(how[0]), rows, 1, *how[1:]))
 
 
 @pytest.mark.parametrize(
@@ -127,26 +120,10 @@ def train_plainly(folder, model, path):
     given = [json.loads(line) for line in path.read_text().splitlines()]
     pictures = [[Image.open(path.parent / name).convert("RGB") for name in row["images"]] for row in given]
     rows = [row | {"images": images} for row, images in zip(given, pictures, strict=True)]
-    fields = {
-        "output_dir": str(folder),
-        "max_steps": STEPS,
-        "per_device_train_batch_size": len(rows),
-        "learning_rate": RATE,
-        "lr_scheduler_type": "constant",
-        "adam_beta2": 0.999,
-        "adam_epsilon": EPSILON,
-        "logging_steps": 1,
-        "report_to": "none",
-        "use_cpu": True,
-        "bf16": False,
-        "save_strategy": "no",
-        "disable_tqdm": True,
-        "max_length": None,
-        "gradient_checkpointing": False,
-    }
+    args = trl.DPOConfig(str(folder), **PLAIN, per_device_train_batch_size=len(rows), max_length=None)
     trainer = trl.DPOTrainer(
         AutoModelForImageTextToText.from_pretrained(model, dtype="float32"),
-        args=trl.DPOConfig(**fields),
+        args=args,
         train_dataset=Dataset.from_list(rows),
         processing_class=AutoProcessor.from_pretrained(model),
     )

@@ -1,5 +1,7 @@
 """Models of image and text: rows with and without images at random over ranks, the same in every layout."""
 
+from functools import cache
+
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -8,7 +10,7 @@ from transformers import AutoModelForImageTextToText, AutoProcessor
 from hfdist.errors import ConfigError
 from hfdist.run import prepare_run
 from tests.distributed.image_runs import STEPS, finetune, make_config, write_rows
-from tests.distributed.runs import eval_losses, losses, weights
+from tests.distributed.runs import eval_losses, losses, name_of, weights
 from tests.image_models import FAMILIES, save_model
 from tests.marks import many
 
@@ -20,14 +22,8 @@ TOWERS = ("vision", "visual")
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
-    folder, known = tmp_path_factory.mktemp("models"), {}
-
-    def of(family):
-        if family not in known:
-            known[family] = save_model(family, folder / family)
-        return known[family]
-
-    return of
+    folder = tmp_path_factory.mktemp("models")
+    return cache(lambda family: save_model(family, folder / family))
 
 
 @pytest.fixture(scope="module")
@@ -42,15 +38,8 @@ def texts(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def single(tmp_path_factory, models, rows, cache_dir):
-    folder, known = tmp_path_factory.mktemp("single"), {}
-
-    def of(family, *others):
-        key = "-".join((family, *others)).replace("=", "-")
-        if key not in known:
-            known[key] = finetune(folder / key, models(family), rows, 1, *others)
-        return known[key]
-
-    return of
+    folder = tmp_path_factory.mktemp("single")
+    return cache(lambda *how: finetune(folder / name_of(how), models(how[0]), rows, 1, *how[1:]))
 
 
 def check_equal(run, reference):

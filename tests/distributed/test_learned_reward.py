@@ -9,16 +9,19 @@ from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedTokenizerFast, TrainingArguments
 
-from hfdist.errors import ConfigError
+from hfdist.errors import ConfigError, DataError
 from hfdist.models.partitioning import Partitioning
 from hfdist.records import RunFolder, read_lines
 from hfdist.rewards import Generation
-from hfdist.tune.learned_reward import LearnedReward, check_reward_model
+from hfdist.run import prepare_run
+from hfdist.tune.learned_reward import LearnedReward, check_positions, check_reward_model
 from tests.distributed import trl_runs
-from tests.distributed.preference_runs import tune, write_rows
+from tests.distributed.preference_runs import LENGTH, make_config, tune, write_rows
 from tests.marks import many
 
 pytestmark = pytest.mark.distributed
+
+TASK = ("task=grpo", "task.num_generations=3", "task.max_new_tokens=4", "task.rewards={reward_model: 2.0}")
 
 
 @pytest.fixture(scope="module")
@@ -73,9 +76,8 @@ def test_a_run_learns_from_it_in_any_layout(folder, tmp_path, layout):
     """Under ZeRO-3 too it is whole; in a pipeline the first rank scores."""
     lines = {}
     for strategy, num_ranks in (("single", 1), (layout, 2)):
-        task = ["task=grpo", "task.num_generations=3", "task.max_new_tokens=4", "task.rewards={reward_model: 2.0}"]
         own = [f"task.reward_model={folder}/run/model", "evaluate.num_generations=4", f"strategy={strategy}"]
-        run = tune(tmp_path / strategy, folder / "lm", folder / "prompts.jsonl", num_ranks, *task, *own)
+        run = tune(tmp_path / strategy, folder / "lm", folder / "prompts.jsonl", num_ranks, *TASK, *own)
         lines[strategy] = [line for line in read_lines(RunFolder(run).metrics) if "loss" in line]
     for line in lines["single"]:
         assert line["reward"] == pytest.approx(2 * line["rewards/reward_model"])
@@ -119,3 +121,25 @@ def test_a_folder_that_is_no_reward_model_is_refused(folder, tmp_path):
     assert "model.safetensors" in found["weights"]
     assert "2 labels" in found["labels"]
     assert "tokens and a model of" in found["tokens"]
+
+
+def test_a_reward_model_that_cannot_read_the_longest_answer_is_refused(folder, tmp_path):
+    short = shutil.copytree(folder / "run/model", tmp_path / "short")
+    about = json.loads((short / "config.json").read_text()) | {"max_position_embeddings": LENGTH + 3}
+    (short / "config.json").write_text(json.dumps(about))
+    own = (tmp_path / "run", folder / "lm", folder / "prompts.jsonl", *TASK, f"task.reward_model={short}")
+    run = prepare_run(make_config(*own))
+    run.find_model()
+    with pytest.raises(ConfigError, match="longer than the reward model has positions") as refused:
+        run.open_data()
+    assert refused.value.where == "task.reward_model"
+    # What it proposes is taken.
+    run = prepare_run(make_config(*own, refused.value.hint))
+    run.find_model()
+    run.open_data()
+    # How many tokens another vocabulary has for a text is known once there is one.
+    arguments = TrainingArguments(str(tmp_path), use_cpu=True)
+    score = LearnedReward(str(short), other_tokenizer(), layout=Partitioning(), arguments=arguments)
+    check_positions(str(short), other_tokenizer(), longest=LENGTH + 4, max_new_tokens=4)
+    with pytest.raises(DataError, match="longer than the reward model has positions"):
+        score([Generation(prompt="the cat " * LENGTH, text="sees", reference="")])

@@ -25,6 +25,10 @@ TEMPLATE = (
 TINY = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 2,
         "num_key_value_heads": 1, "vocab_size": len(WORDS) + len(MARKS), "pad_token_id": 0}  # fmt: skip
 GLOBAL_BATCH, STEPS = 8, 3
+# By default TRL recomputes blocks: some runs say so.
+QUIET = {"logging_steps": 1, "report_to": "none", "use_cpu": True, "bf16": False, "save_strategy": "no",
+         "disable_tqdm": True, "gradient_checkpointing": False}  # fmt: skip
+"""Arguments of TRL's classes that have nothing to do with what is trained."""
 TRAINERS = {
     "sft": (trl.SFTTrainer, trl.SFTConfig),
     "dpo": (trl.DPOTrainer, trl.DPOConfig),
@@ -96,10 +100,8 @@ def make_trainer(folder, models_folder, run):
     """Make the trainer of a run: a dict of `trainer`, `data`, `layout` (None: plain TRL), `arguments`, `model`."""
     name, layout = run.get("trainer", "sft"), run.get("layout")
     trainer_class, config_class = TRAINERS[name]
-    fields = {"output_dir": str(folder), "max_steps": STEPS, "learning_rate": 1e-3, "logging_steps": 1,
-              "report_to": "none", "use_cpu": True, "bf16": False, "save_strategy": "no", "disable_tqdm": True,
-              # By default TRL recomputes blocks: some runs say so.
-              "gradient_checkpointing": False, "per_device_eval_batch_size": 32}  # fmt: skip
+    fields = QUIET | {"output_dir": str(folder), "max_steps": STEPS, "learning_rate": 1e-3}
+    fields["per_device_eval_batch_size"] = 32
     if name not in ("grpo", "rloo"):
         fields["max_length"] = 24
     more = dict(run.get("more", {}))

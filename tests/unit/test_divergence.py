@@ -230,7 +230,7 @@ def test_scales_and_caps_of_models_count(student, teacher):
     objective, found = Distillation(task, taught), []
     for head in (LossHead(chunk_logits=5 * TENSORS_OF_DIVERGENCE * VOCABULARY), None):
         trained.zero_grad()
-        objective._training = SimpleNamespace(head=head)
+        objective._training = SimpleNamespace(head=head, image_names=())
         with Watch() as watch:
             value = objective.loss(trained, batch)
         value.backward()

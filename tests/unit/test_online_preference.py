@@ -12,7 +12,7 @@ from hfdist.config.task import TaskConfig, TaskLoss, TaskName
 from hfdist.data.marks import split_labels
 from hfdist.tune.answer import Answer
 from hfdist.tune.online_preference import OnlinePreferences, pair_up
-from hfdist.tune.reference import REFERENCE, log_probabilities_of_answers
+from hfdist.tune.reference import REFERENCE, answers_of
 from hfdist.tune.rollout_rows import REWARDS, make_rows
 from tests.distributed.policy_runs import write_model
 
@@ -52,10 +52,12 @@ def test_the_loss_is_that_of_trl(tmp_path, answered, loss):
             parameter.add_(0.02 * torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)))
     task = TaskConfig(name=TaskName.online_dpo, loss=loss, beta=0.5)
     objective = OnlinePreferences(task, SimpleNamespace(names=(), generators=None))
-    objective._pairs._training = SimpleNamespace(model=model, head=None, args=SimpleNamespace(device="cpu"))
+    objective._pairs._training = SimpleNamespace(
+        model=model, head=None, image_names=(), args=SimpleNamespace(device="cpu")
+    )
     pairs = pair_up(answered, 3)
     with torch.no_grad():
-        pairs[REFERENCE] = log_probabilities_of_answers(None, other, pairs)
+        pairs[REFERENCE] = answers_of(objective._pairs._training)(other, pairs)
     found = objective.loss(model, pairs) / objective.count(pairs)
 
     def log_probability(one, prompt, answer):

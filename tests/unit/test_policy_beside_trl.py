@@ -57,7 +57,7 @@ def log_probabilities(model, ids, temperature):
 def ours(model, task, ids, is_target, advantages, old, reference, trains=None):
     """Loss and gradient by hfdist."""
     objective = PolicyGradient(task, SimpleNamespace(names=(), generators=None))
-    objective._training = SimpleNamespace(model=model, head=None, args=SimpleNamespace(device="cpu"))
+    objective._training = SimpleNamespace(model=model, head=None, image_names=(), args=SimpleNamespace(device="cpu"))
     batch = {
         "input_ids": ids,
         "labels": torch.where(is_target, ids, IGNORED),

@@ -100,7 +100,9 @@ def test_loss_and_gradient_are_those_of_the_formula(model, masks):
 
     task = TaskConfig(name=TaskName.ppo, loss=TaskLoss.ppo, beta=0, clip=None, generators=1, value_weight=0.3, delta=9)
     objective = ProximalPolicy(task, SimpleNamespace(names=(), generators=None))
-    objective._training = SimpleNamespace(model=model.train(), head=None, args=SimpleNamespace(device="cpu"))
+    objective._training = SimpleNamespace(
+        model=model.train(), head=None, image_names=(), args=SimpleNamespace(device="cpu")
+    )
     batch = {
         "input_ids": ids,
         "labels": torch.where(is_target, ids, IGNORED),

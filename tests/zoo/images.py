@@ -214,13 +214,14 @@ def _why_refused(folder: Path) -> str:
         if "replace_image_token" in vars(type(_processor_of(folder)).__mro__[1]):
             # It may be that the parts made here are not enough.
             return ""
-        _tokens_of(folder)
+        tokens_of(folder)
     except ConfigError as error:
         return f"{error.what}: {error.found}"
     return ""
 
 
-def _tokens_of(folder: Path) -> ImageTokens:
+def tokens_of(folder: Path) -> ImageTokens:
+    """Make what images become for the model in a folder."""
     config = AutoConfig.from_pretrained(folder)
     return ImageTokens(_processor_of(folder), find_positions(config), feature_token(config))
 
@@ -232,7 +233,7 @@ def _processor_of(folder: Path) -> Any:
 
 def _packs(folder: Path) -> bool:
     try:
-        images = _tokens_of(folder)
+        images = tokens_of(folder)
     except ConfigError:
         return False
     return why_rows_mix(AutoConfig.from_pretrained(folder), lambda: make_trial(images)) is None

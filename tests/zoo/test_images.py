@@ -2,15 +2,20 @@
 
 import dataclasses
 import json
+from functools import partial
 
 import pytest
+from transformers import AutoModelForImageTextToText
 
 from hfdist.config.task import Head
 from hfdist.errors import ConfigError
+from hfdist.models.cache_check import find_cache_problem
 from hfdist.testing import RankFailed
+from hfdist.trainer.generation.row_images import make_cache_trial
 from proofs.zoo_images import find_all, page
 from tests.zoo.conftest import is_of_all
-from tests.zoo.images import LAYOUTS, TriedImages, _verdict_of, try_images
+from tests.zoo.image_models import make_model_and_processor, save
+from tests.zoo.images import LAYOUTS, TriedImages, _verdict_of, tokens_of, try_images
 from tests.zoo.tasks import types_of
 
 pytestmark = [pytest.mark.zoo, pytest.mark.distributed]
@@ -27,6 +32,14 @@ def test_a_type_is_exact_or_not_taken(request):
     found = {model_type: try_images(model_type, layouts) for model_type in types}
     assert {kind: found[kind].verdict for kind in SAMPLE} == SAMPLE
     assert not [kind for kind, tried in found.items() if tried.verdict == "wrong"]
+
+
+@pytest.mark.parametrize("kind", ["exaone4_5", "glm4v"])
+def test_a_cache_is_exact_with_images(kind, tmp_path):
+    # The first takes positions away where it generates, and would count what pads a row; the second has three kinds.
+    folder = save(*make_model_and_processor(kind), tmp_path)
+    model = AutoModelForImageTextToText.from_pretrained(folder)
+    assert find_cache_problem(model, make_trial=partial(make_cache_trial, tokens_of(folder))) is None
 
 
 def test_what_differs_is_wrong():

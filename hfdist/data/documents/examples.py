@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import islice
 from typing import Any
 
@@ -24,8 +25,11 @@ class Example:
     reference: list[int]
     columns: Mapping[str, object] = field(default_factory=dict)
     """The other columns of its row, where they are kept."""
-    images: Mapping[str, torch.Tensor] = field(default_factory=dict)
-    """What a forward takes of the images of the prompt; the first axis is of images or patches."""
+    images: Callable[[], Mapping[str, torch.Tensor]] = dict
+    """Gives what a forward takes of the images of the prompt; the first axis is of images or patches.
+
+    Those of what is held out are decoded at each call, as a run does not keep them. DataError: they cannot be read.
+    """
 
 
 def take_examples(held_out: object, num_examples: int, *, with_images: bool = False) -> list[Example]:
@@ -46,7 +50,7 @@ def _examples(items: Any, with_images: bool) -> Iterator[Example]:
         if has_image and not with_images:
             continue
         item = items[index]
-        images = items.images_of(item) if has_image else {}
+        images = partial(items.images_of, index) if has_image else dict
         columns = items.columns(index) if isinstance(items, HeldOutSet) else iter(())
         for ids, labels in documents_of(item):
             example, own = split_document(ids, labels), next(columns, {})

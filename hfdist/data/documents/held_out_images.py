@@ -62,9 +62,9 @@ class HeldOutImages(Dataset[dict[str, torch.Tensor]]):
         """Whether an item has an image, which this does not decode."""
         return bool(are_images(self._read(index).tokens).any())
 
-    def images_of(self, item: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Give what a forward takes of the images of an item, which is no pair."""
-        return {name: values for name, values in item.items() if name not in self._images.text_names}
+    def images_of(self, index: int) -> dict[str, torch.Tensor]:
+        """Give what a forward takes of the images of an item, which is no pair; DataError: they cannot be read."""
+        return {name: values for name, values in self[index].items() if name not in self._images.text_names}
 
     def columns(self, index: int) -> Iterator[Mapping[str, object]]:
         """Give the other columns of the row of an item; nothing at all without them."""

@@ -110,6 +110,10 @@ class ImageTokens:
         made["attention_mask"] = torch.ones_like(made["input_ids"])
         return made | ({} if self.kinds is None else {self.kinds: torch.from_numpy(are_features.astype(np.int64))})
 
+    def are_features(self, ids: Sequence[int]) -> NDArray[np.bool_]:
+        """Whether each token of a prompt stands for a feature; shape [tokens]. What the model answers has no images."""
+        return np.isin(np.asarray(ids), self.ids)
+
     @cached_property
     def kinds(self) -> str | None:
         """The forward's name for which tokens stand for images; None: it asks for none."""

@@ -14,6 +14,7 @@ from hfdist.config.task import Head
 from hfdist.data.documents.examples import Example, take_examples
 from hfdist.data.tokenization.pair_encoder import PairEncoder
 from hfdist.models.heads import head_class
+from hfdist.models.position_limit import most_positions
 from hfdist.run.parts.part import Part, warning_of_failure
 from hfdist.run.state import RunState
 from hfdist.trainer.evaluation.generation import encode_prompts
@@ -94,9 +95,9 @@ def sample(
     """Let a model, as it was opened, continue `prompt`: freely, by top-k sampling with a fixed seed, or greedily."""
     choice = {"do_sample": True, "top_k": 40, "temperature": 0.8} if is_free else {"do_sample": False}
     generate: Any = model.generate
-    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    positions = most_positions(model.config)
     # The end of a prompt asks.
-    room = max(positions - num_tokens, 1) if isinstance(positions, int) and positions > 0 else len(prompt)
+    room = max(positions - num_tokens, 1) if positions is not None else len(prompt)
     inputs = torch.tensor([list(prompt)[-room:]])
     with torch.random.fork_rng(), torch.no_grad():
         torch.manual_seed(0)

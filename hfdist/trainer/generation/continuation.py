@@ -16,15 +16,18 @@ from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
+from torch.nn.functional import pad
 from transformers import PreTrainedModel
 
 from hfdist.collectives import first_problem, world_size
+from hfdist.data.tokenization.image_tokens import ImageTokens
 from hfdist.models.cache_check import find_cache_problem
+from hfdist.models.new_tokens import PromptRows
 from hfdist.strategies.engine import Batch, Forward
 from hfdist.strategies.held import is_partitioned
 from hfdist.topology import Topology
 from hfdist.trainer.generation.limits import GenerationLimits
-from hfdist.trainer.generation.row_images import RowImages
+from hfdist.trainer.generation.row_images import RowImages, make_cache_trial
 from hfdist.trainer.generation.score import BUDGETS, LIKELIEST, ROWS, Choice, Score, leaving_out, likeliest, logits_of
 from hfdist.trainer.generation.shares import exchange
 from hfdist.trainer.generation.slots import Slots
@@ -33,8 +36,8 @@ logger = logging.getLogger(__name__)
 
 _LENGTH_STEP_TOKENS = 64
 """Sequences are padded to a multiple of it, so that few shapes occur."""
-_TRIED: WeakKeyDictionary[PreTrainedModel, bool] = WeakKeyDictionary()
-"""What `can_use_cache` has found: rollouts and samples of one run ask for the same model."""
+_TRIED: WeakKeyDictionary[PreTrainedModel, dict[bool, bool]] = WeakKeyDictionary()
+"""What `can_use_cache` has found, by whether rows have images: rollouts and samples of one run ask for the same."""
 
 
 def continue_rows(
@@ -69,9 +72,9 @@ def continue_rows(
     budgets = torch.full((len(prompts),), limits.max_new_tokens)
     needed = {ROWS: torch.arange(len(prompts)), BUDGETS: budgets, **choice.extras}
     rows = [limits.cut(prompt, budget) for prompt, budget in zip(prompts, needed[BUDGETS].tolist(), strict=True)]
-    # No cache is tried with images.
-    if uses_cache and images is None:
-        written = _continue_in_slots(rows, needed, forward, limits, score, topology, rows_at_once)
+    if uses_cache:
+        prompt_rows = PromptRows(rows) if images is None else images.prompt_rows(rows)
+        written = _continue_in_slots(prompt_rows, needed, forward, limits, score, topology, rows_at_once)
         if written is not None:
             return written
     recomputed: list[list[int]] = []
@@ -89,25 +92,32 @@ def _up_to_end(tokens: list[int], limits: GenerationLimits) -> list[int]:
     return tokens[: len(before) + 1]
 
 
-def can_use_cache(model: PreTrainedModel, topology: Topology) -> bool:
-    """Whether rows are continued with a cache. A collective, if there is a process group; a model is tried once."""
+def can_use_cache(model: PreTrainedModel, topology: Topology, images: ImageTokens | None = None) -> bool:
+    """Whether rows are continued with a cache. A collective, if there is a process group; a model is tried once.
+
+    `images`: what those of the rows become; None: they are text.
+    """
     if topology.context > 1:
         # Each rank reads a part of a sequence.
         return False
     if topology.pipeline > 1:
         # Stages are tried at the first generation.
         return True
-    if model not in _TRIED:
+    tried, has_images = _TRIED.setdefault(model, {}), images is not None
+    if has_images not in tried:
+        make_trial = None if images is None else partial(make_cache_trial, images)
         # Ranks of different machines must not disagree.
-        problem = first_problem(find_cache_problem(model))
+        problem = first_problem(find_cache_problem(model, make_trial=make_trial))
         if problem is not None and topology.is_main:
-            logger.warning("each new token is computed from all tokens before it, without a cache: %s", problem)
-        _TRIED[model] = problem is None
-    return _TRIED[model]
+            of_images = " and images" if has_images else ""
+            what = "each new token is computed from all tokens%s before it, without a cache: %s"
+            logger.warning(what, of_images, problem)
+        tried[has_images] = problem is None
+    return tried[has_images]
 
 
 def _continue_in_slots(
-    rows: list[list[int]],
+    rows: PromptRows,
     extras: Batch,
     forward: Forward,
     limits: GenerationLimits,
@@ -158,6 +168,8 @@ def _recompute_rows(
     budgets = exchange([extras[BUDGETS][:, None]], len(rows), 1, topology).squeeze(-1)
     ends = torch.tensor(sorted(limits.end_ids), dtype=torch.long)
     is_done = torch.zeros(topology.data, len(rows), dtype=torch.bool)
+    pixels = {} if images is None else images.stack()
+    kinds = {} if images is None else images.kinds(rows)
     for num_before in range(limits.max_new_tokens):
         longest = max(map(len, whole))
         length = -(-longest // _LENGTH_STEP_TOKENS) * _LENGTH_STEP_TOKENS
@@ -165,7 +177,9 @@ def _recompute_rows(
             length = max(longest, min(length, limits.most_tokens))
         fill = [0 if images is None else images.fill_id] * length
         input_ids = torch.tensor([ids + fill[len(ids) :] for ids in whole])
-        seen = {} if images is None else images.batch(input_ids, [len(prompt) for prompt in rows])
+        # Nothing that the model writes stands for an image.
+        of_tokens = {name: torch.stack([pad(row, (0, length - len(row))) for row in of]) for name, of in kinds.items()}
+        seen = pixels | of_tokens
         batch = {"input_ids": input_ids, "last": torch.tensor([len(ids) - 1 for ids in whole]), **extras, **seen}
         choose = partial(next_tokens, score=score, num_before=num_before, of_images=tuple(seen))
         values = forward(batch, choose)

@@ -27,16 +27,15 @@ def continue_prompts(
     """Give each prompt's continuation without the token that ended it, on all ranks. All ranks call it.
 
     The beginning of a prompt that is too long for the model is left out. A forward continues at most `rows_at_once` of
-    each data rank. `images` are those of the prompts; None: the run has none.
+    each data rank. `images` are those of this rank's `share_of_rank` of the prompts; None: the run has none.
     """
     if not prompts:
         return []
-    images_of_share = None if images is None else RowImages(images.tokens, share_of_rank(images.rows, topology))
     written = continue_rows(
         share_of_rank(prompts, topology),
         forward,
         limits,
-        images=images_of_share,
+        images=images,
         topology=topology,
         rows_at_once=rows_at_once,
         uses_cache=uses_cache,

@@ -52,10 +52,13 @@ def find_limits(
     model: Any, tokenizer: PreTrainedTokenizerBase, max_new_tokens: int, *, where: str = _KEY
 ) -> GenerationLimits:
     """Read the limits off a model and its tokenizer; ConfigError, of the key `where`: no room for a prompt."""
-    positions = getattr(model.config.get_text_config(), "max_position_embeddings", None)
-    most_tokens = positions if isinstance(positions, int) and positions > 0 else None
+    # Here, as for the types above.
+    from hfdist.models.position_limit import most_positions
+
     end_ids = find_end_ids(getattr(model, "generation_config", None), tokenizer)
-    limits = GenerationLimits(max_new_tokens=max_new_tokens, end_ids=end_ids, most_tokens=most_tokens, where=where)
+    limits = GenerationLimits(
+        max_new_tokens=max_new_tokens, end_ids=end_ids, most_tokens=most_positions(model.config), where=where
+    )
     # Called for its error alone.
     limits.room()
     return limits

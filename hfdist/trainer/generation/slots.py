@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from itertools import accumulate, compress, groupby, islice, pairwise
+from itertools import compress, groupby, islice
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedModel
 
+from hfdist.models.new_tokens import NewTokens, PromptRows
 from hfdist.models.slot_cache import SlotCache, next_logits
 from hfdist.strategies.engine import Batch
 from hfdist.trainer.generation.limits import GenerationLimits
@@ -38,7 +39,7 @@ class Slots:
 
     Args:
         model: with all blocks.
-        prompts: tokens of each row.
+        prompts: of each row.
         extras: what `score` needs of each row, tensors of shape [rows, ...] on the model's device, `ROWS` and
             `BUDGETS`.
         limits: where a row ends.
@@ -50,7 +51,7 @@ class Slots:
     def __init__(
         self,
         model: PreTrainedModel,
-        prompts: Sequence[Sequence[int]],
+        prompts: PromptRows,
         extras: Batch,
         *,
         limits: GenerationLimits,
@@ -61,15 +62,14 @@ class Slots:
         self._model, self._prompts, self._extras, self._device = model, prompts, extras, extras[ROWS].device
         self._budgets: list[int] = extras[BUDGETS].tolist()
         self._limits, self._score, self._num_slots, self._waits = limits, score, num_slots, waits
-        self._numbers = list(accumulate((prompt != before for before, prompt in pairwise(prompts)), initial=0))
-        """A number for each row, the same for neighbours with equal prompts."""
-        self._waiting = deque(range(len(prompts)))
+        self._numbers = prompts.number()
+        self._waiting = deque(range(len(prompts.ids)))
         self._read: dict[int, _Prompt] = {}
         """The prompt that the next row needs, if it has been read, by its number."""
         self._cache = SlotCache(self._model.config)
         self._live: list[int] = []
         """The row in each slot."""
-        self._written: list[list[int]] = [[] for _ in prompts]
+        self._written: list[list[int]] = [[] for _ in prompts.ids]
         self._share = getattr(model, "share_tokens", None)
         """Gives all ranks of a pipeline the tokens that the last stage has chosen."""
 
@@ -83,16 +83,17 @@ class Slots:
                 self._step()
         while self._waits and self._does_any_go_on(False):
             # A forward that the others need.
-            next_logits(self._model, SlotCache(self._model.config, 1), self._tensor([[0]]), self._tensor([1]))
+            one = PromptRows([[self._prompts.fill_id]]).read([0])
+            next_logits(self._model, SlotCache(self._model.config, 1), one.to(self._device, self._model.dtype))
         return self._written
 
     def _fill(self, num_free: int) -> None:
         """Give free slots to the next rows."""
         rows = [self._waiting.popleft() for _ in range(min(num_free, len(self._waiting)))]
-        unread = {self._numbers[row]: self._prompts[row] for row in rows if self._numbers[row] not in self._read}
+        unread = {self._numbers[row]: row for row in rows if self._numbers[row] not in self._read}
         if unread:
             cache = SlotCache(self._model.config, len(unread))
-            logits = self._forward(cache, list(unread.values()))
+            logits = self._forward(cache, self._prompts.read(list(unread.values())))
             self._read |= {number: _Prompt(cache, row, logits[row]) for row, number in enumerate(unread)}
         read = [self._read[self._numbers[row]] for row in rows]
         goes_on = self._choose(torch.stack([prompt.logits for prompt in read]), rows)
@@ -104,9 +105,10 @@ class Slots:
 
     def _step(self) -> None:
         """Continue each live row by a token."""
-        lengths = [len(self._prompts[row]) + len(self._written[row]) for row in self._live]
+        lengths = [len(self._prompts.ids[row]) + len(self._written[row]) for row in self._live]
         self._cache.narrow(max(lengths) - 1)
-        logits = self._forward(self._cache, [self._written[row][-1:] for row in self._live], lengths)
+        newest = [self._written[row][-1] for row in self._live]
+        logits = self._forward(self._cache, self._prompts.step(self._live, newest, lengths))
         goes_on = self._choose(logits, self._live)
         if not all(goes_on):
             order = self._cache.keep(list(compress(range(len(goes_on)), goes_on)))
@@ -126,16 +128,10 @@ class Slots:
             for row in rows
         ]
 
-    def _forward(
-        self, cache: SlotCache, tokens: Sequence[Sequence[int]], lengths: Sequence[int] | None = None
-    ) -> torch.Tensor:
-        """See `next_logits`; without `lengths` the rows have no tokens before."""
+    def _forward(self, cache: SlotCache, new: NewTokens) -> torch.Tensor:
         if self._waits:
             self._does_any_go_on(True)
-        num_tokens = max(map(len, tokens))
-        ids = [[0] * (num_tokens - len(of_row)) + list(of_row) for of_row in tokens]
-        known = list(map(len, tokens)) if lengths is None else list(lengths)
-        return next_logits(self._model, cache, self._tensor(ids), self._tensor(known))
+        return next_logits(self._model, cache, new.to(self._device, self._model.dtype))
 
     def _tensor(self, values: Sequence[object]) -> torch.Tensor:
         return torch.tensor(values, device=self._device)

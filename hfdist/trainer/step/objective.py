@@ -6,7 +6,7 @@ documents, packed: where positions restart, a document begins. A document is a p
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +19,6 @@ from transformers import TrainerCallback
 from hfdist.config.batch import IGNORED
 from hfdist.data.marks import split_labels
 from hfdist.data.packing.sequence import text_positions
-from hfdist.models.loss import LossHead
 from hfdist.models.loss.deferred_rows import Reduce
 from hfdist.models.loss.distillation import token_logits
 from hfdist.models.loss.lazy_logits import reduce_token_losses
@@ -183,41 +182,26 @@ class Objective:
 
 
 def reduce_answers(
-    head: LossHead | None,
+    training: Training,
     model: nn.Module,
     batch: Batch,
     reduce: Callable[[Documents, torch.Tensor], torch.Tensor],
-    *,
-    of_images: Collection[str] = (),
 ) -> torch.Tensor:
-    """Run the model on packed documents; give what `reduce` makes of them and of their answers' log-probabilities.
-
-    `of_images`: as of `token_logits`.
-    """
+    """Run the model on packed documents; give what `reduce` makes of them and of their answers' log-probabilities."""
     documents = Documents.of(batch)
     targets = {**batch, "labels": documents.labels}
     return reduce_tokens(
-        head,
-        model,
-        targets,
-        lambda losses: reduce(documents, documents.log_probabilities(losses)),
-        of_images=of_images,
+        training, model, targets, lambda losses: reduce(documents, documents.log_probabilities(losses))
     )
 
 
 def reduce_tokens(
-    head: LossHead | None,
-    model: nn.Module,
-    batch: Batch,
-    reduce: Reduce,
-    *,
-    temperature: float = 1.0,
-    of_images: Collection[str] = (),
+    training: Training, model: nn.Module, batch: Batch, reduce: Reduce, *, temperature: float = 1.0
 ) -> torch.Tensor:
     """Run the model, and give what `reduce` makes of the losses of all tokens but the first of each row.
 
-    No whole logits are made where `head` defers them (models/loss), in evaluations neither.
+    No whole logits are made where the training's head defers them (models/loss), in evaluations neither.
     """
-    with nullcontext() if head is None else head.deferring(model):
-        logits = token_logits(model, batch, temperature=temperature, of_images=of_images)
+    with nullcontext() if training.head is None else training.head.deferring(model):
+        logits = token_logits(model, batch, temperature=temperature, of_images=training.image_names)
         return reduce_token_losses(logits, batch["labels"][:, 1:], reduce, ignore_index=IGNORED)

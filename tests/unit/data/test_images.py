@@ -28,6 +28,7 @@ from hfdist.config.data import (
     TooLong,
 )
 from hfdist.data import TokenStream, build_held_out, have_images, open_corpus
+from hfdist.data.documents.examples import take_examples
 from hfdist.data.marks import are_images, are_targets, ids_of
 from hfdist.data.packing.sequence import IGNORED, stack_rows
 from hfdist.data.sources.base import BadRow
@@ -279,12 +280,19 @@ def test_a_run_of_what_images_never_reach_is_refused_in_words_that_fit(llava):
             trained.choose(model, seed=0, layout=WHOLE)
 
 
-@pytest.mark.parametrize("adapter", [LoraConfig, IA3Config])
+@pytest.mark.parametrize(
+    "adapter",
+    [
+        LoraConfig(target_modules=["k_proj", "fc2"]),
+        IA3Config(target_modules=["k_proj", "fc2"], feedforward_modules=["fc2"]),
+        LoraConfig(target_modules=["k_proj"], modules_to_save=["fc2", "encoder"]),
+    ],
+    ids=["lora", "ia3", "saved modules"],
+)
 def test_an_adapter_in_what_images_never_reach_is_frozen(llava, adapter):
     example, model = ImageTokens(llava).example(), make_model("llava", llava)
     unreached = find_unreached(model.config, example)
-    how = {"feedforward_modules": ["fc2"]} if adapter is IA3Config else {}
-    inject_adapter_in_model(adapter(target_modules=["k_proj", "fc2"], **how), model)
+    inject_adapter_in_model(adapter, model)
     read_images(model, unreached=unreached)
     model(**example).loss.backward()
     trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
@@ -557,6 +565,13 @@ def test_held_out_rows_come_with_their_images(llava, tmp_path, cache_dir):
     assert len(held_out) > 1
     assert held_out.has_image(0)
     assert held_out[0]["pixel_values"].shape == (1, 3, 32, 32)
+    # A prompt with its reference keeps no pixels.
+    [example] = take_examples(held_out, 1, with_images=True)
+    assert example.images()["pixel_values"].equal(held_out[0]["pixel_values"])
+    (tmp_path / "1.png").unlink()
+    with pytest.raises(DataError, match="cannot be read"):
+        example.images()
+    assert take_examples(held_out, 1) == []
 
 
 def test_a_processor_that_says_nothing_of_images_is_refused(llava):
