@@ -51,5 +51,5 @@ def answer(request: PlanRequest) -> Answer:
 
 
 def _answer_candidates(request: PlanRequest, machines: Machines, found: Sequence[Candidate]) -> Answer:
-    content = [candidate_to_json(one, request) for one in found]
+    content = [candidate_to_json(one) for one in found]
     return Answer(text=describe_candidates(request, machines, found), content=content, fits=bool(found))
