@@ -387,10 +387,8 @@ class Axes:
         crossed = self._crossed_boundaries()
         sent_tokens = self.tokens / (topology.tensor if self.config.sequence else 1)
         num_bytes = crossed * sent_tokens * sizes.hidden * sizes.weight_bytes
-        # Gradients go back, and outputs go on in each pass.
-        times = (sizes.passes + 1) / 2
-        calls = crossed * self.batch.num_microbatches * times
-        yield from self._send(SEND, "pipeline", topology.pipeline, stride, num_bytes * times, calls)
+        calls = crossed * self.batch.num_microbatches
+        yield from self._send(SEND, "pipeline", topology.pipeline, stride, num_bytes, calls)
         if sizes.is_tied:
             # The first and the last rank give it one gradient.
             shared = sizes.embedding * sizes.trained_share * sizes.weight_bytes
@@ -404,7 +402,8 @@ class Axes:
         """Count the messages of the rank that sends most, for each micro batch: outputs to the next, gradients back."""
         ranks = self._rank_of_stage()
         crossing = [pair for pair in itertools.pairwise(ranks) if pair[0] != pair[1]]
-        sent = [rank for pair in crossing for rank in pair]
+        # Outputs go on in each pass.
+        sent = [rank for first, second in crossing for rank in (*[first] * self.sizes.passes, second)]
         return max((sent.count(rank) for rank in set(sent)), default=0)
 
     def _rank_of_stage(self) -> tuple[int, ...]:
