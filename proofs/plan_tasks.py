@@ -1,9 +1,9 @@
-"""Plans beside real runs of tasks that are not of next tokens: memory, bytes sent, step time. `make plan`.
+"""Plans beside real runs of tasks that are not of next tokens: memory, and bytes sent. `make plan`.
 
 One small run of each kind in each layout that takes it, on two gloo ranks. Rows are as long as a plan assumes. Memory
-is measured as in plan_memory.py; bytes and seconds are those of the grade that the run gives its own plan.
+is measured as in plan_memory.py; bytes are those of the grade that the run gives its own plan.
 
-python -m proofs.plan_tasks docs/plan.md [--kinds embed,classify] [--layouts ddp]
+python -m proofs.plan_tasks docs/plan.md [--kinds "classify;mlm"] [--layouts ddp]
 """
 
 from __future__ import annotations
@@ -124,7 +124,6 @@ class Found:
 
     memory: tuple[float, float]
     sent: Mapping[str, tuple[float, float]]
-    seconds: tuple[float, float]
 
 
 def compare(kind: str, layout: str) -> Found:
@@ -145,7 +144,6 @@ def compare(kind: str, layout: str) -> Found:
     return Found(
         memory=(peaks.traced, peaks.measured),
         sent={name.removeprefix(begin): pair for name, pair in graded.items() if name.startswith(begin)},
-        seconds=graded["step"],
     )
 
 
@@ -162,11 +160,10 @@ def make_table(found: Mapping[tuple[str, str], Found]) -> str:
             layout,
             _beside(one.memory, 2**20, 1),
             ", ".join(f"{axis} {_beside(pair, 2**20, 2)}" for axis, pair in one.sent.items()),
-            _beside(one.seconds, 1e-3, 0),
         ]
         for (kind, layout), one in found.items()
     ]
-    return markdown(["run", "layout", "memory, MiB", "sent in a step, MiB", "step, ms"], rows)
+    return markdown(["run", "layout", "memory, MiB", "sent in a step, MiB"], rows)
 
 
 BEGIN, END = "<!-- tasks: begin -->", "<!-- tasks: end -->"
