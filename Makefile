@@ -139,6 +139,7 @@ widths: $(READY)  ## Train three widths at five rates, with and without optimize
 
 plan: $(READY)  ## Plan runs, train them, and write what was predicted and measured into docs/plan.md and docs/experiments.md.
 	$(BIN)/python -m proofs.plan_memory docs/plan.md
+	$(BIN)/python -m proofs.plan_tasks docs/plan.md
 	$(BIN)/python -m proofs.plan_time docs/plan.md
 	$(BIN)/python -m proofs.plan_search docs/plan.md
 	$(BIN)/python -m proofs.public_runs docs/plan.md

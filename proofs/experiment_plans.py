@@ -18,7 +18,7 @@ from typing import Any
 from benchmarks.table import markdown
 from hfdist.units import duration, share, short, size
 from proofs.follow_readme import ROOT, shown_programs
-from tests.unit.config.shipped import PLANNED, UNPLANNED, plan_of
+from tests.unit.config.shipped import EXPERIMENTS, plan_of
 
 PRICE = 2.5
 """Of an hour of one GPU, in USD: an example. Those on a CPU have no price."""
@@ -64,22 +64,27 @@ def plan(experiment: str, folder: Path) -> dict[str, Any] | str:
         return next((line for line in done.stderr.splitlines() if "error:" in line), "it said nothing")
 
 
+_PROGRAMS = {"image-text.md": "shapes.py", "encoders-and-decoders.md": "packages.py", "embeddings.md": "library.py"}
+"""Programs that write the models and rows of experiments, by their pages."""
+
+
 def _is_elsewhere(experiment: str) -> bool:
     return any(word.startswith("plan.hardware=") for word in plan_of(experiment))
 
 
 def plan_all() -> dict[str, dict[str, Any] | str]:
-    """Plan each, in a folder with the small model that a page makes."""
+    """Plan each, in a folder with the small models that pages make."""
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        program = shown_programs(ROOT / "docs" / "image-text.md")["shapes.py"]
-        subprocess.run([sys.executable, "-c", program], cwd=folder, check=True)
+        for page, program in _PROGRAMS.items():
+            code = shown_programs(ROOT / "docs" / page)[program]
+            subprocess.run([sys.executable, "-c", code], cwd=folder, check=True)
         # First those of this machine, which is measured for them.
-        here = {name: plan(name, folder) for name in PLANNED if not _is_elsewhere(name)}
-        others = [name for name in PLANNED if name not in here]
+        here = {name: plan(name, folder) for name in EXPERIMENTS if not _is_elsewhere(name)}
+        others = [name for name in EXPERIMENTS if name not in here]
         with ThreadPoolExecutor(os.cpu_count()) as pool:
             found_of_others = dict(zip(others, pool.map(lambda name: plan(name, folder), others), strict=True))
-    return {name: (here | found_of_others)[name] for name in PLANNED}
+    return {name: (here | found_of_others)[name] for name in EXPERIMENTS}
 
 
 def page() -> str:
@@ -100,10 +105,9 @@ def page() -> str:
         markdown(["experiment", "planned", "published"], _beside_published(made)),
         "\nThe others have layouts and kernels of their own.\n",
         "## Commands\n",
-        *(f"* `hfdist plan {shlex.join(plan_of(name))}`" for name in PLANNED),
+        *(f"* `hfdist plan {shlex.join(plan_of(name))}`" for name in EXPERIMENTS),
     ]
     missing = {name: found for name, found in plans.items() if isinstance(found, str)}
-    missing |= dict.fromkeys(UNPLANNED, "a plan does not know the steps of its task")
     parts += ["\n## Not planned\n", *(f"* `{name}`: {why}" for name, why in sorted(missing.items()))]
     return "\n".join(parts) + "\n"
 

@@ -28,7 +28,7 @@ from transformers import TrainerCallback
 from hfdist.config.composition.compose import compose_config
 from hfdist.config.run import RunConfig
 from hfdist.models import document_attention  # noqa: F401  # a measured architecture names it, and is traced in another process
-from hfdist.planning.tracing.as_trainer import SHORT_DOCUMENT
+from hfdist.planning.tracing.fake_task import SHORT_DOCUMENT
 from hfdist.run import prepare_run
 from hfdist.testing import run_ranks
 from tests.worst_rank import worst_rank

@@ -180,8 +180,6 @@ class Traits:
     """What `data.packing=auto` is; None: as the rows need it."""
     hides_tokens: bool = False
     """Whether tokens of a document are hidden from the model, other ones in each epoch: they are what it learns."""
-    is_planned: bool = False
-    """Whether a plan covers a whole run: plans leave out rollouts, and know only models of tokens."""
     is_reinforcement: bool = False
     """Whether the model answers prompts, and learns from the rewards."""
     has_values: bool = False
@@ -192,6 +190,8 @@ class Traits:
     """The library that has this class: TRL 1.16, or another one."""
     head: Head = Head.tokens
     """What the model gives at its end."""
+    reads_twice: bool = False
+    """Whether a step reads all its rows before it trains on them: its loss compares each with all others."""
 
     @property
     def pads_documents(self) -> bool:
@@ -231,7 +231,6 @@ TRAITS = {
         loss_unit="nats a token",
         is_of_next_tokens=True,
         reads_images=True,
-        is_planned=True,
     ),
     TaskName.dpo: Traits(
         trainer="DPOTrainer",
@@ -244,7 +243,6 @@ TRAITS = {
         losses=_REFERENCE_LOSSES,
         has_reference=True,
         reads_images=True,
-        is_planned=True,
     ),
     TaskName.cpo: Traits(
         trainer="CPOTrainer",
@@ -256,7 +254,6 @@ TRAITS = {
         row_format=RowFormat.preference,
         losses=(TaskLoss.sigmoid, TaskLoss.hinge, TaskLoss.ipo, TaskLoss.simpo, TaskLoss.orpo),
         reads_images=True,
-        is_planned=True,
     ),
     TaskName.kto: Traits(
         trainer="KTOTrainer",
@@ -268,7 +265,6 @@ TRAITS = {
         row_format=RowFormat.unpaired_preference,
         losses=(TaskLoss.kto, TaskLoss.apo_zero_unpaired),
         has_reference=True,
-        is_planned=True,
     ),
     TaskName.reward: Traits(
         trainer="RewardTrainer",
@@ -350,7 +346,6 @@ TRAITS = {
             "top_p",
         ),
         method="by distillation: it learns what a teacher predicts for each next token (GKD, arXiv 2306.13649)",
-        is_planned=True,
         has_teacher=True,
     ),
     TaskName.embed: Traits(
@@ -364,6 +359,7 @@ TRAITS = {
         row_format=RowFormat.retrieval,
         losses=(TaskLoss.infonce, TaskLoss.infonce_both, TaskLoss.triplet, TaskLoss.cosent),
         head=Head.none,
+        reads_twice=True,
     ),
     TaskName.classify: Traits(
         trainer="Trainer",
@@ -658,3 +654,9 @@ class TaskConfig:
     def answers_prompts(self) -> bool:
         """Whether the model itself answers prompts in its steps, so that a row is one prompt."""
         return self.name.traits.is_reinforcement or self.on_policy > 0
+
+    def count_spans(self, num_tokens: int) -> tuple[int, int]:
+        """Give how many of at least two tokens span corruption leaves out, and in how many spans."""
+        num_noise = min(max(round(num_tokens * self.noise_density), 1), num_tokens - 1)
+        num_spans = max(round(num_noise / self.mean_noise_span_length), 1)
+        return num_noise, min(num_spans, num_noise, num_tokens - num_noise)

@@ -53,8 +53,19 @@ def num_active(
         numel: gives the number of elements of a whole parameter.
     """
     every, chosen = num_experts(config), num_chosen_experts(config)
-    share = chosen / every if every and chosen else 1.0
-    return sum(numel(parameter) * (share if is_of_experts(name) else 1) for name, parameter in parameters)
+    # Some of LongCat's have no weights: a token that chooses them meets fewer.
+    share = chosen / (every + first_number(config, ("zero_expert_num",))) if every and chosen else 1.0
+    return sum(
+        numel(parameter) * (share if is_of_experts(name) or _are_stacked(parameter, every) else 1)
+        for name, parameter in parameters
+    )
+
+
+def _are_stacked(parameter: torch.Tensor, number: int) -> bool:
+    """Whether a parameter is a matrix of each of so many experts, as those of JetMoe, whose names do not say it."""
+    # ZeRO-3 keeps the shape of the whole here. A convolution over each channel by itself has 1 in the middle.
+    shape = getattr(parameter, "ds_shape", parameter.shape)
+    return len(shape) == 3 and shape[0] == number and shape[1] > 1
 
 
 def first_number(config: PreTrainedConfig, names: Iterable[str]) -> int:

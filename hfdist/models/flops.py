@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -28,6 +29,13 @@ class ModelSize:
     """Number of parameters that multiply a token: of experts the chosen ones; no embedding that is only looked up."""
     num_trained: int
     """Number of parameters that are not frozen."""
+    num_of_source: float = 0.0
+    """Of an encoder-decoder, parameters that multiply tokens of sources: the encoder's, and those that make keys and
+    values of what it gives."""
+
+
+_KEYS_OF_SOURCE = re.compile(r"\.\w*(?:enc|cross)\w*\.(?:\w+\.)*(?:[kv]|[kv]_proj|key|value)\.", re.IGNORECASE)
+"""In the name of a parameter of a decoder: it makes keys or values of what the encoder gives."""
 
 
 def measure_size(model: PreTrainedModel, numel: Numel = torch.numel) -> ModelSize:
@@ -42,10 +50,29 @@ def measure_size(model: PreTrainedModel, numel: Numel = torch.numel) -> ModelSiz
     head = getattr(model.get_output_embeddings(), "weight", None)
     looked_up = 0 if embedding is None or head is embedding else numel(embedding)
     active = num_active(model.named_parameters(), model.config.get_text_config(), numel)
-    return ModelSize(num_parameters=total, num_multiplying=active - looked_up, num_trained=num_trained(model, numel))
+    return ModelSize(
+        num_parameters=total,
+        num_multiplying=active - looked_up,
+        num_trained=num_trained(model, numel),
+        num_of_source=_count_of_source(model, embedding, numel),
+    )
 
 
-def flops_per_token(config: PreTrainedConfig, size: ModelSize, sequence_length: int) -> float:
+def _count_of_source(model: PreTrainedModel, embedding: torch.Tensor | None, numel: Numel) -> float:
+    if not model.config.is_encoder_decoder:
+        return 0.0
+    encoder: object = model.get_encoder()
+    of_encoder = {id(p) for p in encoder.parameters()} if isinstance(encoder, torch.nn.Module) else set()
+    return float(
+        sum(
+            numel(parameter)
+            for name, parameter in model.named_parameters()
+            if parameter is not embedding and (id(parameter) in of_encoder or _KEYS_OF_SOURCE.search(f".{name}"))
+        )
+    )
+
+
+def flops_per_token(config: PreTrainedConfig, size: ModelSize, sequence_length: int, target_length: int = 0) -> float:
     """Forward and backward operations of one token:
 
         4 * N + 2 * M + 12 * L * H * T
@@ -55,14 +82,30 @@ def flops_per_token(config: PreTrainedConfig, size: ModelSize, sequence_length: 
     in a sequence. The attention term counts the full square, not the causal half, as PaLM's and llm-foundry's MFU do.
     Recomputed activations are not counted. Packed documents count as one; `mfu_documents` of a run counts the square of
     each.
+
+    With `target_length` T of an encoder-decoder and `sequence_length` S of its sources, the mean over the tokens of
+    both: each multiplies the weights of its side, and L * T is that of S * S, of T * T, and of T * S across.
     """
     text = config.get_text_config()
+    if target_length:
+        return _flops_of_pair(text, size, sequence_length, target_length) / (sequence_length + target_length)
     num_layers = getattr(text, "num_hidden_layers", 0) or 0
     # Where the blocks of a type differ, the config of the whole model refuses to give one number for them.
     blocks = text.per_layer_config if getattr(text, "is_heterogeneous", False) else [text] * num_layers
     attended = sum(attention_width(block) for block in blocks)
     trained = min(size.num_trained, size.num_multiplying)
     return 4.0 * size.num_multiplying + 2.0 * trained + 12.0 * attended * sequence_length
+
+
+def _flops_of_pair(config: PreTrainedConfig, size: ModelSize, source: int, target: int) -> float:
+    """Give the operations of a row of source and target."""
+    of_weight = 4.0 + 2.0 * min(1.0, size.num_trained / size.num_multiplying)
+    of_target = size.num_multiplying - size.num_of_source
+    encoders = first_number(config, ("encoder_layers", "num_encoder_layers", "num_layers", "num_hidden_layers"))
+    decoders = first_number(config, ("decoder_layers", "num_decoder_layers", "num_hidden_layers"))
+    attended = encoders * source**2 + decoders * (target**2 + target * source)
+    weights = size.num_of_source * source + of_target * target
+    return of_weight * weights + 12.0 * attention_width(config) * attended
 
 
 def attention_width(block: PreTrainedConfig) -> int:

@@ -46,6 +46,20 @@ def sum_target_losses(model: nn.Module, batch: Mapping[str, torch.Tensor]) -> to
     return nn.functional.cross_entropy(logits.flatten(0, 1).float(), targets, ignore_index=IGNORED, reduction="sum")
 
 
+def sum_hidden_losses(model: nn.Module, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """Give the sum of the losses of the tokens that are hidden from an encoder, in float32.
+
+    Args:
+        model: as the engine gives it.
+        batch: `input_ids`, `attention_mask` and `labels`, each of shape [rows, tokens]; labels are IGNORED but for
+            hidden tokens.
+    """
+    inputs: dict[str, Any] = {name: batch[name] for name in ("input_ids", "attention_mask")}
+    logits: torch.Tensor = model(**inputs).logits
+    is_hidden = batch["labels"] != IGNORED
+    return nn.functional.cross_entropy(logits[is_hidden].float(), batch["labels"][is_hidden], reduction="sum")
+
+
 def check_target_loss(config: ModelConfig, architecture: PreTrainedConfig) -> None:
     """Check that a type's loss is the sum over its targets, whatever stands in a batch. Needs no weights.
 

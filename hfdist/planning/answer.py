@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from hfdist.models.image_text import may_read_images
 from hfdist.planning.advise import advise
 from hfdist.planning.calibration_steps import run_steps
 from hfdist.planning.candidates import candidate_to_json, describe_candidates
@@ -15,6 +16,10 @@ from hfdist.planning.request import PlanRequest
 from hfdist.planning.searching.evaluate import Candidate, Machines
 from hfdist.planning.searching.fewest import fewest_processes
 from hfdist.planning.searching.search import search
+
+_OF_TEXT = """
+
+This counts tokens only. What reads images takes memory and time besides, unless data.images.used=false."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,9 +53,11 @@ def answer(request: PlanRequest) -> Answer:
         return _answer_candidates(request, machines, found.candidates)
     plan = make_plan(config, machines, processes, architecture)
     plan = replace(plan, advice=advise(plan, config, architecture, machines))
-    return Answer(text=describe_plan(plan), content=plan.to_json(), fits=plan.fits)
+    may_see = may_read_images(architecture) and config.data.images.used is not False
+    text = describe_plan(plan) + (_OF_TEXT if may_see else "")
+    return Answer(text=text, content=plan.to_json(), fits=plan.fits)
 
 
 def _answer_candidates(request: PlanRequest, machines: Machines, found: Sequence[Candidate]) -> Answer:
-    content = [candidate_to_json(one, request) for one in found]
+    content = [candidate_to_json(one) for one in found]
     return Answer(text=describe_candidates(request, machines, found), content=content, fits=bool(found))

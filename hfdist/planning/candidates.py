@@ -25,7 +25,7 @@ def describe_candidates(request: PlanRequest, machines: Machines, found: Sequenc
     if request.processes is None:
         head = f"the fewest that fit: {processes} x {hardware}, {usable} each"
     rows: list[tuple[str, ...]] = [("", "a step", "tokens a second", "MFU", "memory", "layout")]
-    rows += [(f"{number}", *_row(one, request)) for number, one in enumerate(found, 1)]
+    rows += [(f"{number}", *_row(one)) for number, one in enumerate(found, 1)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = [_align(row, widths) for row in rows]
     command = shlex.join(["hfdist", request.line.recipe, *request.line.recipe_arguments])
@@ -40,11 +40,11 @@ def _align(row: Sequence[str], widths: Sequence[int]) -> str:
     return "  ".join(f"{cell:>{width}}" for cell, width in zip(figures, widths, strict=False)) + f"  {layout}"
 
 
-def _row(one: Candidate, request: PlanRequest) -> tuple[str, ...]:
+def _row(one: Candidate) -> tuple[str, ...]:
     seconds = one.time.seconds
     return (
         duration(seconds),
-        short(_tokens(request) / seconds),
+        short(one.tokens_per_step / seconds),
         "" if one.mfu is None else share(one.mfu),
         size(one.memory.use.total),
         describe_layout(one.layout),
@@ -61,19 +61,15 @@ def describe_layout(layout: Layout) -> str:
     return f"{words}, micro batch {layout.micro_batch_size}{recompute}{schedule}{offload}"
 
 
-def candidate_to_json(one: Candidate, request: PlanRequest) -> dict[str, object]:
+def candidate_to_json(one: Candidate) -> dict[str, object]:
     """Give what `--json` prints of a layout."""
     return {
         "processes": one.layout.world_size,
         "layout": one.layout.degrees | {"sequence": one.layout.sequence, "sharding": one.layout.sharding.value},
         "overrides": list(one.overrides),
         "step_seconds": one.time.seconds,
-        "tokens_per_second": _tokens(request) / one.time.seconds,
+        "tokens_per_second": one.tokens_per_step / one.time.seconds,
         "mfu": one.mfu,
         "memory": asdict(one.memory.use) | {"total": one.memory.use.total, "rank": one.memory.rank},
         "sent_bytes": bytes_by_axis(one.traffic),
     }
-
-
-def _tokens(request: PlanRequest) -> int:
-    return request.config.train.global_batch_size * request.config.data.sequence_length

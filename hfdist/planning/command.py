@@ -18,7 +18,6 @@ from hfdist.config.hardware import CPU, Hardware, read_hardware
 from hfdist.config.paths import expand_user
 from hfdist.config.plan import GROUP, SECTION, compose_plan
 from hfdist.config.run import AUTO, RunConfig
-from hfdist.config.task import Head
 from hfdist.errors import ConfigError, ResourceError
 from hfdist.garbage_collector import quick_imports
 from hfdist.planning.request import PlanRequest
@@ -59,10 +58,6 @@ def parse_request(arguments: Sequence[str]) -> PlanRequest:
     is_named = plan.hardware not in (None, CPU)
     hardware = read_hardware(str(plan.hardware), of_user) if is_named else None
     check_model_paths(config)
-    if config.task.name.traits.head is not Head.tokens:
-        what, found = "a plan knows steps of next tokens, and this task has others", config.task.name.value
-        allowed, hint = "another task", "hfdist plan finetune: the same model, with a head for tokens"
-        raise ConfigError(what, where="task.name", found=found, allowed=allowed, hint=hint)
     if (launched := read_launcher().world_size) > 1:
         hint = f"hfdist plan {shlex.join(arguments)}, without a launcher"
         raise ConfigError("a plan takes one process", where="the launcher", found=f"{launched} processes", hint=hint)

@@ -5,7 +5,6 @@ A pipeline whose trace would take minutes is planned by the formulas of a search
 
 from __future__ import annotations
 
-import copy
 import math
 import os
 import warnings
@@ -23,16 +22,18 @@ from hfdist.config.layout import Layout
 from hfdist.config.model import Init
 from hfdist.config.run import RunConfig
 from hfdist.config.strategy import Balance
+from hfdist.config.task import Head, TaskName
 from hfdist.energy.estimates import WATTS_PER_CORE
 from hfdist.models import find_architecture, fit_vocabulary
 from hfdist.models.adapter_parts import describe_parts
 from hfdist.models.attention_choice import choose_attention
 from hfdist.models.blocks import find_block_parts
-from hfdist.models.build import make_without_values
-from hfdist.models.flops import ModelSize, flops_per_token, measure_size
+from hfdist.models.encoders import check_reads_texts
+from hfdist.models.label_names import own_labels, set_labels
 from hfdist.models.loss.distillation import top_bytes
 from hfdist.models.partitioning import Partitioning
 from hfdist.models.resolve import resolve_model
+from hfdist.models.target_loss import check_target_loss
 from hfdist.models.tokenizer import load_pretrained_tokenizer
 from hfdist.models.trainable import TrainableParameters
 from hfdist.optim.registry import stepped_whole
@@ -43,7 +44,8 @@ from hfdist.planning.plan import Plan
 from hfdist.planning.searching.evaluate import Candidate, Evaluator, Machines
 from hfdist.planning.searching.search import measure
 from hfdist.planning.timing.step_time import StepParts, step_parts
-from hfdist.planning.timing.traffic import step_sizes, traffic
+from hfdist.planning.timing.traffic import of_task, sequence_flops, step_sizes, traffic
+from hfdist.planning.tracing.fake_model import make_planned
 from hfdist.planning.tracing.fake_teacher import measure_teacher
 from hfdist.planning.tracing.memory import RankTrace, fullest_pipeline, trace_rank
 from hfdist.strategies.base import Strategy
@@ -70,15 +72,32 @@ def find_planned_architecture(config: RunConfig, device_type: str = "cpu") -> Pr
         # A tokenizer must not be fetched for nothing.
         model = replace(model, tokenizer=replace(model.tokenizer, name=None, revision=None))
     model = resolve_model(model, cache_dir=folder).model
-    architecture = find_architecture(model, sequence_length=config.data.sequence_length)
+    head = config.task.name.traits.head
+    longest = config.data.longest_side if head is Head.targets else config.data.sequence_length
+    architecture = find_architecture(model, sequence_length=longest, head=head)
+    is_encoder = (head is Head.none or head.is_padded) and _reads_ahead(replace(config, model=model), architecture)
     if model.tokenizer.name is not None:
         tokenizer = load_pretrained_tokenizer(model, cache_dir=folder)
         fit_vocabulary(architecture, tokenizer, model)
     elif takes_size:
         # One that is trained has at most so many tokens.
         architecture.get_text_config().vocab_size = model.tokenizer.vocab_size
-    choose_attention(replace(config, model=model), architecture, device_type)
+    if not (is_encoder or head.is_padded):
+        choose_attention(replace(config, model=model), architecture, device_type)
     return architecture
+
+
+def _reads_ahead(config: RunConfig, architecture: PreTrainedConfig) -> bool:
+    """Whether the model is an encoder, and let it have its labels; ConfigError: it cannot do what the task asks."""
+    head, labels = config.task.name.traits.head, config.data.labels
+    if head is Head.targets:
+        check_target_loss(config.model, architecture)
+        return False
+    if head.gives_labels:
+        # Those of rows are not known, and of a ranking there is one number.
+        names = [] if config.task.name is TaskName.rerank else labels.names or own_labels(architecture)
+        set_labels(architecture, replace(labels, names=names))
+    return check_reads_texts(architecture, head=head, longest=config.data.sequence_length)
 
 
 def make_plan(
@@ -102,7 +121,7 @@ def make_plan(
     strategy = select_strategy(
         config.strategy, config.train, topology=topology, batch=batch, device_type=hardware.device_type
     )
-    size, sizes, beside = _measure(config, architecture, is_gpu=not hardware.is_cpu)
+    flops, sizes, beside = _measure(config, architecture, is_gpu=not hardware.is_cpu)
     sent = traffic(strategy, sizes, devices_per_machine=machines.hardware.devices_per_machine)
     by_formulas = _by_formulas(config, architecture, machines, strategy) if _is_long(config, strategy, sizes) else None
     if by_formulas is None:
@@ -118,7 +137,7 @@ def make_plan(
         expert=topology.expert,
         is_sharded=strategy.fractions.optimizer < 1,
     )
-    flops = flops_per_token(architecture, size, config.data.sequence_length) * batch.tokens_per_step
+    tokens = (sizes.sequence_tokens or config.data.sequence_length) * config.train.global_batch_size
     plan = Plan(
         layout=f"{topology.describe()}; sharding {config.strategy.sharding.value}; {config.train.precision.value}",
         hardware=hardware.name,
@@ -129,7 +148,7 @@ def make_plan(
         time=parts.time,
         ideal_seconds=parts.ideal,
         timed_runs=0 if machines.factors is None else machines.factors.num_steps,
-        tokens_per_step=batch.tokens_per_step,
+        tokens_per_step=tokens,
         adapter=beside,
         mfu=hardware.mfu(flops / parts.time.seconds / processes),
         traffic=sent,
@@ -166,17 +185,18 @@ def with_steps(plan: Plan, config: RunConfig, machines: Machines, max_steps: int
     return replace(plan, kwh=kwh, cost=sum(known) if known else None)
 
 
-def _measure(config: RunConfig, architecture: PreTrainedConfig, *, is_gpu: bool) -> tuple[ModelSize, StepSizes, str]:
-    """Give the sizes of the model and of a step, and what an adapter stands beside."""
+def _measure(config: RunConfig, architecture: PreTrainedConfig, *, is_gpu: bool) -> tuple[float, StepSizes, str]:
+    """Give the FLOPs and the sizes of a step, and what an adapter stands beside."""
     with torch.device("meta"):
-        model = make_without_values(config.model, copy.deepcopy(architecture))
+        model = make_planned(config, architecture)
         # Chosen before sizes are measured: only what is trained has gradients to compute and to send.
         TrainableParameters.of(config).choose(model, seed=config.train.seed, layout=Partitioning())
     whole, tensor = stepped_whole(config.optimizer, model), config.strategy.tensor
     sizes = step_sizes(
         model, config.train, tensor=tensor, is_gpu=is_gpu, stepped_whole=whole, frozen=measure_teacher(config)
     )
-    return measure_size(model), sizes, describe_parts(model) if config.adapter.is_used else ""
+    flops = sequence_flops(model, config) * config.train.global_batch_size
+    return flops, of_task(sizes, config, model), describe_parts(model) if config.adapter.is_used else ""
 
 
 def _is_long(config: RunConfig, strategy: Strategy, sizes: StepSizes) -> bool:
@@ -214,7 +234,7 @@ def _stages(
     if asked.balance is Balance.measured:
         asked = replace(asked, balance=Balance.flops)
     with FakeTensorMode():
-        model = make_without_values(config.model, copy.deepcopy(architecture))
+        model = make_planned(config, architecture)
         blocks = find_block_parts(model)
         return {ranks: choose_stages(model, blocks, asked, strategy.batch, ranks, config.train.precision)}
 
@@ -243,7 +263,7 @@ def _kinds_of_places(config: RunConfig, architecture: PreTrainedConfig, strategy
     if topology.pipeline == 1 or config.strategy.balance is Balance.measured:
         return range(topology.pipeline)
     with FakeTensorMode():
-        model = make_without_values(config.model, copy.deepcopy(architecture))
+        model = make_planned(config, architecture)
         # A cast: to import the class takes time that other layouts save.
         kinds: list[Hashable] = cast("PipelineStrategy", strategy).kinds_of_places(model)
     return kinds

@@ -25,6 +25,7 @@ from hfdist.models.blocks import compile_blocks, compiles_blocks
 from hfdist.models.build import make_without_values
 from hfdist.models.encoders import check_reads_no_further, check_reads_texts, takes_texts_apart
 from hfdist.models.float8 import use_float8
+from hfdist.models.loss.embedding_losses import check_sizes
 from hfdist.models.positions import counts_from_zero
 from hfdist.models.probing import class_keeps_documents_apart
 from hfdist.models.recompute import checkpoint_blocks
@@ -35,7 +36,6 @@ from hfdist.run.data import make_cache
 from hfdist.strategies.base import Strategy
 from hfdist.strategies.select import device_type_here
 from hfdist.tune.embedding_folder import read_pooling
-from hfdist.tune.embedding_losses import check_sizes
 from hfdist.tune.learned_reward import check_reward_model
 from hfdist.tune.reward import find_scorer
 

@@ -95,7 +95,7 @@ def begin_plan(config: RunConfig, architecture: PreTrainedConfig, topology: Topo
     """
     if not (config.report.plan and topology.is_main and hasattr(os, "fork")) or dist.is_initialized():
         return None
-    if not config.task.name.traits.is_planned or config.task.answers_prompts:
+    if config.task.answers_prompts:
         return None
     asked = PlanConfig(per_machine=read_launcher().local_world_size)
     has_gpu = torch.cuda.is_available()

@@ -97,6 +97,8 @@ class Strategy(Partitioning):
         """Give what a rank sends in a step, of those that send most. Needs no process group and no model."""
         axes = Axes(self.topology, self.batch, self.config, sizes)
         sent = [*axes.model_axes(), *self._state_traffic(axes), *self._whole_traffic(axes)]
+        if sizes.embeddings:
+            sent += axes.exchange_embeddings()
         if sizes.frozen is not None:
             sent += axes.gather_frozen(sizes.frozen, self.ranks_of_frozen(sizes.frozen.sharding))
         return sent

@@ -15,7 +15,7 @@ from typing import TypedDict, Unpack
 from hfdist.config.batch import BatchPlan
 from hfdist.config.strategy import Compression, ContextMethod, StrategyConfig
 from hfdist.config.task import TeacherSharding
-from hfdist.sent_bytes import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, REDUCE_SCATTER, SEND, ring_bytes
+from hfdist.sent_bytes import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, BROADCAST, REDUCE_SCATTER, SEND, ring_bytes
 from hfdist.topology import Topology
 
 DATA, SHARD, REPLICATE = "data", "shard", "replicate"
@@ -128,6 +128,11 @@ class StepSizes:
     """Bytes of an element of what matrix products give."""
     recomputes: bool = False
     """Whether the backward runs the blocks' forward again."""
+    sequence_tokens: int | None = None
+    """Tokens that the model reads of a sequence; None: all that it has."""
+    embeddings: int = 0
+    """Elements of the embeddings of all texts of a step, which all ranks get before they train on them, by a forward of
+    their own; 0: there are none."""
     is_gpu: bool = True
     stepped_whole: tuple[int, ...] = ()
     """Elements of each trained parameter that the optimizer must see whole, in order."""
@@ -135,9 +140,14 @@ class StepSizes:
     """Share of the parameters that the pipeline rank with most has; None: as if all had equally many."""
 
     @property
+    def passes(self) -> int:
+        """Number of times that a step reads each micro batch."""
+        return 2 if self.embeddings else 1
+
+    @property
     def forwards(self) -> int:
         """Number of forwards of each block in a micro batch."""
-        return 2 if self.recomputes else 1
+        return self.passes + int(self.recomputes)
 
 
 class Axes:
@@ -145,7 +155,8 @@ class Axes:
 
     def __init__(self, topology: Topology, batch: BatchPlan, config: StrategyConfig, sizes: StepSizes) -> None:
         self.topology, self.batch, self.config, self.sizes = topology, batch, config, sizes
-        self.tokens = batch.num_microbatches * batch.micro_batch_size * batch.sequence_length / topology.context
+        of_sequence = sizes.sequence_tokens or batch.sequence_length
+        self.tokens = batch.num_microbatches * batch.micro_batch_size * of_sequence / topology.context
         """Tokens of a step that go through this rank's part of the model."""
         self.stages_share = 1 / topology.pipeline
 
@@ -227,12 +238,12 @@ class Axes:
             ends: the phase beside which reductions run.
         """
         sizes, topology = self.sizes, self.topology
-        calls = (sizes.num_blocks * self.stages_share + 1) * microbatches
+        calls, passes = (sizes.num_blocks * self.stages_share + 1) * microbatches, sizes.passes
         exchange = REDUCE_SCATTER if sizes.is_gpu else ALL_TO_ALL
         for held, of_experts in ((self.held(), False), (self.held_experts(), True)):
             reduce = partial(self.reduce, calls=calls, of_experts=of_experts, microbatches=microbatches)
             weights = held * microbatches
-            yield from reduce(ALL_GATHER, SHARD, weights, is_gradient=False, hidden_by=Phase.forward)
+            yield from reduce(ALL_GATHER, SHARD, weights * passes, is_gradient=False, hidden_by=Phase.forward)
             weights_again = weights * again
             yield from reduce(ALL_GATHER, SHARD, weights_again, is_gradient=False, hidden_by=Phase.backward)
             yield from reduce(exchange, SHARD, weights, hidden_by=ends)
@@ -252,6 +263,14 @@ class Axes:
         yield from self._send(
             ALL_GATHER, axis, num_ranks, 1, num_bytes, calls, hidden_by=Phase.forward, microbatches=times
         )
+
+    def exchange_embeddings(self) -> Iterator[Sent]:
+        """Embeddings of all texts of a step to all ranks, and the gradient and loss of each, in float32."""
+        topology, num_bytes = self.topology, 4 * self.sizes.embeddings
+        degrees = {"pipeline": topology.pipeline, "data": topology.data * topology.context, "tensor": topology.tensor}
+        axis = " x ".join(name for name, degree in degrees.items() if degree > 1)
+        yield from self._send(ALL_REDUCE, axis, topology.world_size, 1, num_bytes, 1)
+        yield from self._send(BROADCAST, axis, topology.world_size, 1, num_bytes * (1 + 1 / self.sizes.hidden), 2)
 
     def gather_parts(self) -> Iterator[Sent]:
         """Give what tensor and expert ranks send to step parameters whole, of which each holds a part."""
@@ -383,7 +402,8 @@ class Axes:
         """Count the messages of the rank that sends most, for each micro batch: outputs to the next, gradients back."""
         ranks = self._rank_of_stage()
         crossing = [pair for pair in itertools.pairwise(ranks) if pair[0] != pair[1]]
-        sent = [rank for pair in crossing for rank in pair]
+        # Outputs go on in each pass.
+        sent = [rank for first, second in crossing for rank in (*[first] * self.sizes.passes, second)]
         return max((sent.count(rank) for rank in set(sent)), default=0)
 
     def _rank_of_stage(self) -> tuple[int, ...]:

@@ -51,7 +51,7 @@ from hfdist.trainer.step.convention import num_input_tokens
 from hfdist.trainer.step.lean_callbacks import use_lean_handler
 from hfdist.trainer.step.listed_gradients import zeroing_from_list
 from hfdist.trainer.step.loss import WeightedLoss, num_losses
-from hfdist.trainer.step.objective import Objective
+from hfdist.trainer.step.objective import Objective, ObjectiveCallback
 from hfdist.trainer.step.router_loss import RouterLoss
 from hfdist.trainer.step.sharded_dataloader import Dealing, dealing, fill_up_step
 from hfdist.trainer.step.throughput import Throughput
@@ -356,6 +356,9 @@ class DistributedTrainerMixin(_Trainer):
             return read()
         samples, num_items = self._read_step(read, num_batches)
         if samples and self.options.objective is not None:
+            for callback in self.callback_handler.callbacks:
+                if isinstance(callback, ObjectiveCallback):
+                    callback.on_objective(self.state)
             samples = self.options.objective.begin_step(samples, self.hooks(self.model_wrapped))
             num_items = self._get_num_items_in_batch(samples, device)
         if samples:

@@ -25,17 +25,10 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from hfdist.collectives import gather_json
 from hfdist.config.batch import IGNORED
 from hfdist.config.data import ProblemType, TextsConfig
-from hfdist.config.task import Head, Pooling, TaskConfig, TaskLoss
+from hfdist.config.task import Head, TaskConfig, TaskLoss
 from hfdist.data.label_tokens import to_classes
 from hfdist.models.encoders import takes_texts_apart
-from hfdist.models.positions import padding_id
-from hfdist.models.texts_apart import TextsApart
-from hfdist.strategies.engine import Batch, Forward, TrainerHooks
-from hfdist.trainer.step.forwards import evaluating
-from hfdist.trainer.step.objective import Documents, Objective
-from hfdist.trainer.training import Training
-from hfdist.tune.embedding_folder import ending_texts, write_embedding_files
-from hfdist.tune.embedding_losses import (
+from hfdist.models.loss.embedding_losses import (
     NEGATIVE,
     POSITIVE,
     QUERY,
@@ -45,6 +38,14 @@ from hfdist.tune.embedding_losses import (
     rank_correlation,
     ranks_of_positives,
 )
+from hfdist.models.pooling import TextTokens, pool_texts
+from hfdist.models.positions import padding_id
+from hfdist.models.texts_apart import TextsApart
+from hfdist.strategies.engine import Batch, Forward, TrainerHooks
+from hfdist.trainer.step.forwards import evaluating
+from hfdist.trainer.step.objective import Documents, Objective
+from hfdist.trainer.training import Training
+from hfdist.tune.embedding_folder import ending_texts, write_embedding_files
 
 GRADIENTS = "embedding_gradients"
 """Key in a batch: the gradient of the sum of losses by each text's embedding; shape [rows, texts of a row, width]."""
@@ -229,16 +230,11 @@ class Embeddings(Objective):
         """Run the model, and give the embedding of each text before it is normalized; [texts, width], float32."""
         documents = Documents.of(batch)
         flat = self._read(model, batch, documents)
-        if self._task.pooling is Pooling.last:
-            return flat[texts.last]
-        if self._task.pooling is Pooling.cls:
-            return flat[texts.first]
         number = torch.full((flat.shape[0],), len(texts.last), device=flat.device)
         number[texts.documents] = torch.arange(len(texts.last), device=flat.device)
         # Tokens that fill up a row count for a last text, which is left out.
-        of_token = number[documents.of_token.flatten()]
-        sums = flat.new_zeros(len(texts.last) + 1, flat.shape[1]).index_add(0, of_token, flat)
-        return (sums / torch.bincount(of_token, minlength=len(sums)).clamp(min=1)[:, None])[:-1]
+        tokens = TextTokens(texts.first, texts.last, number[documents.of_token.flatten()])
+        return pool_texts(flat, tokens, self._task.pooling)
 
     def _read(self, model: nn.Module, batch: Batch, documents: Documents) -> torch.Tensor:
         """Give the hidden state of each token of texts; shape [rows x tokens, width], float32."""

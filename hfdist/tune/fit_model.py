@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from torch import nn
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from hfdist.config.task import Head
 from hfdist.errors import ConfigError
+from hfdist.models.dropout import switch_off_dropout
 from hfdist.models.encoders import takes_texts_apart
 from hfdist.models.positions import counts_from_zero
 from hfdist.models.probing import class_keeps_documents_apart
@@ -30,11 +30,7 @@ def fit_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, head: 
             # In training such a type begins a target with its last token: mBART, with the language.
             model.generation_config.decoder_start_token_id = tokenizer(text_target="a")["input_ids"][-1]
         return
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-        for name in [name for name, value in vars(module).items() if "dropout" in name and isinstance(value, float)]:
-            setattr(module, name, 0.0)
+    switch_off_dropout(model)
 
 
 def check_fits(model: PreTrainedModel, head: Head) -> None:

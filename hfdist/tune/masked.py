@@ -10,7 +10,7 @@ As transformers' DataCollatorForLanguageModeling has it (Devlin et al., 2018, ar
 
 from __future__ import annotations
 
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 import torch
@@ -22,6 +22,7 @@ from hfdist.config.batch import IGNORED
 from hfdist.config.task import TaskConfig
 from hfdist.errors import ConfigError
 from hfdist.models.positions import padding_id
+from hfdist.models.target_loss import sum_hidden_losses
 from hfdist.strategies.engine import Batch
 from hfdist.trainer.training import Training
 from hfdist.tune.drawn_documents import Ids, drawn_documents
@@ -86,7 +87,4 @@ class MaskedTokens(TokenLoss):
 
     def loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
         """Sum the losses of hidden tokens."""
-        inputs: dict[str, Any] = {name: batch[name] for name in ("input_ids", "attention_mask")}
-        logits: torch.Tensor = model(**inputs).logits
-        is_hidden = batch["labels"] != IGNORED
-        return nn.functional.cross_entropy(logits[is_hidden].float(), batch["labels"][is_hidden], reduction="sum")
+        return sum_hidden_losses(model, batch)

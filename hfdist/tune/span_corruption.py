@@ -30,13 +30,6 @@ _LEAST_TOKENS = 2
 """Tokens of the shortest document of which one can be left out and one kept."""
 
 
-def count_spans(num_tokens: int, task: TaskConfig) -> tuple[int, int]:
-    """Give how many of at least two tokens are left out, and in how many spans."""
-    num_noise = min(max(round(num_tokens * task.noise_density), 1), num_tokens - 1)
-    num_spans = max(round(num_noise / task.mean_noise_span_length), 1)
-    return num_noise, min(num_spans, num_noise, num_tokens - num_noise)
-
-
 def find_sentinels(tokenizer: PreTrainedTokenizerBase, task: TaskConfig, sequence_length: int) -> Ids:
     """Give the ids of sentinels, in the order in which spans take them.
 
@@ -47,12 +40,11 @@ def find_sentinels(tokenizer: PreTrainedTokenizerBase, task: TaskConfig, sequenc
         (int(match[1]), number) for token, number in tokenizer.get_vocab().items()
         if (match := _SENTINEL.fullmatch(token))
     )  # fmt: skip
-    _, needed = count_spans(max(sequence_length, _LEAST_TOKENS), task)
+    _, needed = task.count_spans(max(sequence_length, _LEAST_TOKENS))
     if len(found) < needed:
         # Longer documents have as many spans or more.
         fits = (
-            bisect_right(range(sequence_length), len(found), lo=_LEAST_TOKENS, key=lambda n: count_spans(n, task)[1])
-            - 1
+            bisect_right(range(sequence_length), len(found), lo=_LEAST_TOKENS, key=lambda n: task.count_spans(n)[1]) - 1
         )
         raise ConfigError(
             "the tokenizer has fewer sentinels (<extra_id_0> ...) than spans are left out of the longest sequence",
@@ -66,7 +58,7 @@ def find_sentinels(tokenizer: PreTrainedTokenizerBase, task: TaskConfig, sequenc
 
 def draw_spans(num_tokens: int, task: TaskConfig, generator: np.random.Generator) -> list[tuple[int, int]]:
     """Draw where the spans that are left out begin and end; at least two tokens."""
-    num_noise, num_spans = count_spans(num_tokens, task)
+    num_noise, num_spans = task.count_spans(num_tokens)
     lengths = np.stack([_part(num_tokens - num_noise, num_spans, generator), _part(num_noise, num_spans, generator)], 1)
     borders = lengths.flatten().cumsum()
     return list(zip(borders[0::2].tolist(), borders[1::2].tolist(), strict=True))

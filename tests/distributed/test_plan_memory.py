@@ -5,11 +5,25 @@ from dataclasses import replace
 import pytest
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from hfdist.config.composition.compose import compose_config
 from hfdist.config.strategy import StrategyConfig
 from hfdist.config.task import TaskConfig, TaskName, TeacherSharding
 from hfdist.run import prepare_run
 from hfdist.testing import run_ranks
-from proofs.plan_memory import BEGIN, BOUND, END, Cell, Peaks, compare, compare_run, make_table, read_table, write_table
+from proofs.plan_memory import (
+    BEGIN,
+    BOUND,
+    END,
+    LAYOUTS,
+    Cell,
+    Peaks,
+    compare,
+    compare_run,
+    make_table,
+    read_table,
+    write_table,
+)  # fmt: skip
+from proofs.plan_tasks import KINDS
 from tests.marks import many
 
 pytestmark = pytest.mark.distributed
@@ -38,6 +52,24 @@ TEACHER = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 4,
 )
 def test_a_traced_peak_is_the_measured_one(cell, bound):
     assert abs(compare(cell).error) <= bound
+
+
+@pytest.mark.parametrize(
+    ("kind", "layout"),
+    [
+        ("embed, encoder", "ddp"),
+        many("embed, decoder", "fsdp2"),
+        many("embed, decoder", "1f1b"),
+        many("classify", "ddp"),
+        many("mlm", "ddp"),
+        many("seq2seq", "fsdp2"),
+        many("rerank", "zero3"),
+    ],
+)
+def test_a_step_of_another_task_holds_what_is_planned(kind, layout, tmp_path):
+    overrides = [*KINDS[kind].write(tmp_path), *LAYOUTS[layout][1], "train.global_batch_size=16", "train.max_steps=4"]
+    # Rows that are all alike need no mask, and a plan has one.
+    assert abs(compare_run(compose_config(overrides, name="tune"), 2).error) < 0.08
 
 
 def save_teacher(config, folder):

@@ -14,7 +14,7 @@ from hfdist.planning.command import parse_request
 from hfdist.tools.jobs.command import parse_job
 from proofs.follow_readme import ELSEWHERE
 from proofs.pages.keys import PAGES as GENERATED
-from tests.unit.config.shipped import CONF, PLANNED, UNPLANNED, plan_of, primary_of
+from tests.unit.config.shipped import CONF, EXPERIMENTS, plan_of
 
 ROOT = CONF.parent
 DOCS = ROOT / "docs"
@@ -175,14 +175,7 @@ def test_a_command_about_a_run_fits_its_processes(command, words, monkeypatch, t
         assert parse_job(words)
 
 
-@pytest.mark.parametrize("experiment", UNPLANNED)
-def test_only_those_that_a_plan_does_not_know_have_none(experiment):
-    config = compose_config([f"+experiment={experiment}"], name=primary_of(experiment))
-    assert not config.task.name.traits.is_planned
-    assert f"* `{experiment}`: " in (DOCS / "experiments.md").read_text(encoding="utf-8")
-
-
-@pytest.mark.parametrize("experiment", PLANNED)
+@pytest.mark.parametrize("experiment", EXPERIMENTS)
 def test_each_experiment_says_its_plan(experiment):
     assert f"+experiment={experiment}" in plan_of(experiment)
     shown = f"`hfdist plan {shlex.join(plan_of(experiment))}`"

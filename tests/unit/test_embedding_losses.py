@@ -9,7 +9,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hfdist.config.task import TaskConfig, TaskLoss, TaskName
-from hfdist.tune.embedding_losses import (
+from hfdist.models.loss.embedding_losses import (
     LOSSES,
     NEGATIVE,
     POSITIVE,
@@ -165,7 +165,7 @@ def test_scores_in_parts_are_those_of_all(monkeypatch, most):
     whole = [losses_of(texts, task(loss)) for loss in ("infonce", "infonce_both")]
     wanted = [torch.autograd.grad(losses.sum(), texts.embeddings)[0] for losses in whole]
     found = ranks_of_positives(texts)
-    monkeypatch.setattr("hfdist.tune.embedding_losses._MOST_SCORES", most)
+    monkeypatch.setattr("hfdist.models.loss.embedding_losses._MOST_SCORES", most)
     assert ranks_of_positives(texts).tolist() == found.tolist()
     for loss, all_losses, gradient in zip(("infonce", "infonce_both"), whole, wanted, strict=True):
         parts = losses_of(texts, task(loss))

@@ -10,7 +10,7 @@ from hfdist.config.task import TaskConfig
 from hfdist.data.packing.sequence import ORIGINS
 from hfdist.errors import ConfigError
 from hfdist.tune.masked import MaskedTokens, check_mask_token
-from hfdist.tune.span_corruption import SpanCorruption, count_spans, draw_spans, find_sentinels
+from hfdist.tune.span_corruption import SpanCorruption, draw_spans, find_sentinels
 from tests.distributed import encoder_runs, trl_runs
 
 END, SENTINELS = 1, 6
@@ -122,7 +122,7 @@ def test_a_tokenizer_without_a_mask_token_is_refused():
 )
 def test_numbers_of_spans_are_those_of_t5(num_tokens, density, mean, counted):
     task = TaskConfig(noise_density=density, mean_noise_span_length=mean)
-    assert count_spans(num_tokens, task) == counted
+    assert task.count_spans(num_tokens) == counted
     drawn = draw_spans(num_tokens, task, np.random.default_rng(0))
     borders = [0, *(place for span in drawn for place in span)]
     # Each span, and what stands before it, has a token or more; a document ends with what is left out.

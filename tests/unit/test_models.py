@@ -5,7 +5,8 @@ import shlex
 
 import pytest
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaForCausalLM
+from torch.utils.flop_counter import FlopCounterMode
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, LlamaForCausalLM
 
 from hfdist.config.model import Dtype, Init, ModelConfig, TokenizerConfig
 from hfdist.errors import ConfigError, ResourceError
@@ -21,6 +22,7 @@ from hfdist.models.resolve import resolve_model
 from hfdist.models.shrink import shrink
 from hfdist.models.tokenizer import load_pretrained_tokenizer, train_bpe
 from hfdist.trainer.checkpointing.model_files import write_hub_files
+from tests.marks import many
 from tests.unit.tiny import llama
 
 TEXTS = ["def add(left, right):\n    return left + right\n", "class Empty:\n    pass\n# 12345 größer 漢字\n"] * 20
@@ -319,6 +321,35 @@ def test_flops_of_a_token(tokenizer):
     assert flops_of(model) == 6 * num_parameters(model) + 12 * 3 * 2 * 16 * 16
     untied = random_model(tokenizer, tie_word_embeddings=False)
     assert flops_of(untied) == flops_of(model)
+
+
+def forward_flops(model, **shapes):
+    inputs = {name: torch.ones(1, size, dtype=torch.long) for name, size in shapes.items()}
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model(**inputs, use_cache=False)
+    return counter.get_total_flops()
+
+
+@pytest.mark.parametrize("kind", ["jetmoe", many("mixtral"), many("longcat_flash")])
+def test_a_forward_multiplies_the_parameters_that_count_as_active(kind):
+    config = shrink(AutoConfig.for_model(kind))
+    config._attn_implementation = config._experts_implementation = "eager"
+    model = AutoModelForCausalLM.from_config(config).eval()
+    few, more = forward_flops(model, input_ids=16), forward_flops(model, input_ids=32)
+    # Without attention, which grows with the square.
+    linear = few / 16 - (more - 2 * few) / (2 * 16)
+    assert measure_size(model).num_multiplying == pytest.approx(linear / 2, rel=0.05)
+
+
+@pytest.mark.parametrize("kind", ["t5", many("bart"), many("marian"), many("pegasus")])
+def test_tokens_of_sources_and_targets_multiply_the_weights_of_their_side(kind):
+    config = shrink(AutoConfig.for_model(kind), num_blocks=2)
+    config._attn_implementation = "eager"
+    model = AutoModelForSeq2SeqLM.from_config(config).eval()
+    source, target = 24, 5
+    counted = flops_per_token(model.config, measure_size(model), source, target) * (source + target)
+    used = forward_flops(model, input_ids=source, decoder_input_ids=target)
+    assert counted == pytest.approx(3 * used, rel=0.06)
 
 
 def test_a_token_costs_only_the_experts_that_are_chosen_for_it():

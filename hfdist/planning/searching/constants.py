@@ -113,8 +113,8 @@ class ModelConstants:
     """Whether ranks can share its sequences: what a token needs of others comes through attention."""
     balance: Costs
     """Costs by which a pipeline's stages share the blocks."""
-    flops_per_token: float
-    """FLOPs of forward and backward for one token, by the formula that MFU counts."""
+    flops_per_sequence: float
+    """FLOPs of forward and backward for one sequence, by the formula that MFU counts."""
     sizes: Mapping[int, StepSizes]
     """What traffic is computed from, by tensor degree."""
 

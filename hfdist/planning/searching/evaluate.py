@@ -45,6 +45,8 @@ class Candidate:
     mfu: float | None
     """None: nothing is known of the hardware's peak."""
     traffic: tuple[AxisTraffic, ...]
+    tokens_per_step: int
+    """Tokens that the model reads in a step."""
     is_traced: bool = False
     """Whether a trace has confirmed the memory; otherwise it is that of formulas."""
 
@@ -86,6 +88,11 @@ class Evaluator:
     ) -> None:
         self.config, self.model, self.machines = config, model, machines
         self._stages = dict(stages or {})
+
+    @property
+    def _tokens_per_step(self) -> int:
+        of_sequence = self.model.sizes[1].sequence_tokens or self.model.sequence_length
+        return of_sequence * self.config.train.global_batch_size
 
     @property
     def available_bytes(self) -> float:
@@ -169,6 +176,7 @@ class Evaluator:
             time=time,
             mfu=self.mfu(layout, time),
             traffic=sent,
+            tokens_per_step=self._tokens_per_step,
         )
 
     def _loads(self, layout: Layout) -> dict[int, list[Load]]:
@@ -210,8 +218,8 @@ class Evaluator:
 
     def mfu(self, layout: Layout, time: StepTime) -> float | None:
         """Give the share of the hardware's peak; None: that is not known."""
-        tokens = self.config.train.global_batch_size * self.model.sequence_length
-        return self.machines.hardware.mfu(self.model.flops_per_token * tokens / (time.seconds * layout.world_size))
+        flops = self.model.flops_per_sequence * self.config.train.global_batch_size
+        return self.machines.hardware.mfu(flops / (time.seconds * layout.world_size))
 
 
 def _flops(costs: RankCosts) -> float:

@@ -12,13 +12,12 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from typing import cast
 
 import torch
 from torch import nn
 
 # Not public; with both, torch's own tests run models without memory.
-from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._pytree import tree_leaves, tree_map_only
 from transformers import PreTrainedConfig, PreTrainedModel
@@ -30,8 +29,6 @@ from hfdist.config.strategy import StrategyConfig
 from hfdist.config.train import Precision
 from hfdist.models.blocks import find_block_parts
 from hfdist.models.embeddings import input_embeddings
-from hfdist.models.flops import flops_per_token, measure_size
-from hfdist.models.loss import LossHead
 from hfdist.models.probing import class_keeps_documents_apart
 from hfdist.models.recompute import checkpoint_blocks
 from hfdist.optim.registry import make_small, stepped_whole, values_per_weight
@@ -42,9 +39,10 @@ from hfdist.planning.costs import OpCosts
 from hfdist.planning.searching.constants import MODES, Mode, ModelConstants, PartCosts
 from hfdist.planning.searching.fit_parts import PartTrace, fit_part, with_chunks
 from hfdist.planning.searching.shares import find_shares, find_tensor_plans
-from hfdist.planning.timing.traffic import step_sizes
-from hfdist.planning.tracing.as_trainer import find_loss_head, make_kept
+from hfdist.planning.timing.traffic import of_task, sequence_flops, step_sizes
+from hfdist.planning.tracing.as_trainer import find_loss_head
 from hfdist.planning.tracing.fake_model import make_fake_model, quantize_fake
+from hfdist.planning.tracing.fake_task import FakeTask
 from hfdist.planning.tracing.fake_teacher import measure_teacher, teaching_without_teacher
 from hfdist.planning.tracing.trace import WEIGHTS, Trace
 from hfdist.strategies.base import Strategy
@@ -95,7 +93,8 @@ def measure_constants(
         loss_head = find_loss_head(config, model, strategy, "cuda" if is_gpu else "cpu", by_size=False)
         shares_tokens = class_keeps_documents_apart(model) is not False
         with fake_tensors:
-            measurement = _Measurement(config, model, loss_head)
+            task = FakeTask(config, model, loss_head, teaching_without_teacher(config))
+            measurement = _Measurement(config, model, task)
             kinds, prologue, epilogue = measurement.measure()
     dtype = next(model.parameters()).dtype
     weight_bytes = float(dtype.itemsize)
@@ -122,12 +121,13 @@ def _of_whole(
     blocks, length = find_block_parts(model), config.data.sequence_length
     plans, whole = find_tensor_plans(model, tensor_degrees), stepped_whole(config.optimizer, model)
     size = partial(step_sizes, model, config.train, is_gpu=is_gpu, stepped_whole=whole, frozen=measure_teacher(config))
+    of_degree = {tensor: size(tensor=tensor, plan=plans.get(tensor)) for tensor in (1, *plans)}
     return partial(
         ModelConstants,
         shares=find_shares(model, list({kind_of_block(block): block for block in blocks}.values()), tensor_plans=plans),
         balance=costs_by_flops(model, blocks, length),
-        flops_per_token=flops_per_token(model.config, measure_size(model), length),
-        sizes={tensor: size(tensor=tensor, plan=plans.get(tensor)) for tensor in (1, *plans)},
+        flops_per_sequence=sequence_flops(model, config),
+        sizes={tensor: of_task(sizes, config, model) for tensor, sizes in of_degree.items()},
         sequence_degrees=frozenset(find_tensor_plans(model, plans, splits_tokens=True)),
     )
 
@@ -158,8 +158,8 @@ class _Call:
 class _Measurement:
     """The short traces of one model, in a FakeTensorMode."""
 
-    def __init__(self, config: RunConfig, model: PreTrainedModel, loss_head: LossHead | None) -> None:
-        self.config, self._model, self._loss_head = config, model, loss_head
+    def __init__(self, config: RunConfig, model: PreTrainedModel, task: FakeTask) -> None:
+        self.config, self._model, self.task = config, model, task
         self.blocks: list[Block] = find_block_parts(model)
         kinds: dict[str, int] = {}
         self.kind_of_block = [kinds.setdefault(kind_of_block(block), len(kinds)) for block in self.blocks]
@@ -207,10 +207,13 @@ class _Measurement:
         return seen
 
     def _run_one(self, call: _Call, number: int) -> PartTrace:
-        trace, wide = self._trace, _WideTensors(self._width, self.config.data.sequence_length, number)
-        inputs = call.inputs
-        # Gradients go to what comes from the block before, and to nothing else.
-        next(_floats(inputs)).requires_grad_()
+        trace, inputs = self._trace, call.inputs
+        hidden = next(_floats(inputs))
+        wide = _WideTensors(hidden.shape)
+        # Gradients go to what comes from the block before, and from an encoder, and to nothing else.
+        for tensor in _floats(inputs):
+            if tensor.shape[-1] == self._width and tensor.dim() == hidden.dim():
+                tensor.requires_grad_()
         base = self.begin()
         with self.autocast(), wide.hooks():
             output = next(_floats(call.module(*inputs[0], **inputs[1])))
@@ -253,15 +256,11 @@ class _Measurement:
 
     def loss(self, model: PreTrainedModel, batch: Batch) -> torch.Tensor:
         """Compute the loss as it is configured."""
-        teaching = teaching_without_teacher(self.config)
-        if teaching is not None:
-            return teaching.loss(self._loss_head, model, batch)
-        with nullcontext() if self._loss_head is None else self._loss_head.deferring(model):
-            return cast(torch.Tensor, model(**batch).loss)
+        return self.task.loss(model, batch, None)
 
-    def set_width(self, hidden: torch.Tensor) -> None:
-        """Note what one sequence has between two blocks."""
-        self._width, self.boundary_bytes = hidden.shape[-1], float(hidden.nbytes / hidden.shape[0])
+    def set_width(self, hidden: torch.Tensor, number: int) -> None:
+        """Note what one of `number` sequences has between two blocks."""
+        self._width, self.boundary_bytes = hidden.shape[-1], float(hidden.nbytes / number)
 
 
 class _Around:
@@ -271,7 +270,7 @@ class _Around:
         self.calls: dict[int, list[_Call]] = {}
         """How the model calls the modules of a block, by the block's kind."""
         self.prologue, self.epilogue = PartTrace(), PartTrace()
-        self._measurement = measurement
+        self._measurement, self._number = measurement, number
         self._last = BlockPlace(len(measurement.blocks) - 1, len(measurement.blocks[0]) - 1)
         self._outputs: dict[tuple[int, int], object] = {}
         """What blocks gave, by kind and part."""
@@ -280,12 +279,8 @@ class _Around:
         self._base = 0.0
         """Bytes of activations that are held where the part begins that runs."""
         copied = measurement.stand_ins(self._call)
-        length = measurement.config.data.sequence_length
-        with unset_fake_temporarily():
-            ids = torch.zeros(number, length, dtype=torch.long)
-            kept_of_teacher = make_kept(measurement.config.task, (number, length))
         with measurement.trace:
-            self._run(copied, {"input_ids": ids, "labels": ids, **kept_of_teacher})
+            self._run(copied, measurement.task.batch(number, is_alone=True))
         for parameter in copied.parameters():
             parameter.grad = None
 
@@ -310,7 +305,7 @@ class _Around:
         measurement, kind = self._measurement, self._measurement.kind_of_block[place.block]
         if place == BlockPlace(0, 0):
             self._first = next(_floats((args, kwargs)))
-            measurement.set_width(self._first)
+            measurement.set_width(self._first, self._number)
             trace = measurement.trace
             self.prologue = PartTrace(forward=trace.costs(Phase.forward), kept=trace.held.activations - self._base)
         if (kind, place.part) not in self._outputs:
@@ -328,8 +323,8 @@ class _Around:
 class _WideTensors:
     """Saved tensors that are as wide as the hidden states, which tensor ranks have whole."""
 
-    def __init__(self, width: int, length: int, number: int) -> None:
-        self._width, self._length, self._number = width, length, number
+    def __init__(self, hidden: torch.Size) -> None:
+        self._rows, self._width = (hidden[0], hidden[:-1].numel()), hidden[-1]
         self._storages: dict[int, int] = {}
 
     def hooks(self) -> AbstractContextManager[object]:
@@ -342,8 +337,7 @@ class _WideTensors:
         return float(sum(self._storages.values()))
 
     def _see(self, tensor: torch.Tensor) -> torch.Tensor:
-        rows = (self._number, self._number * self._length)
-        is_wide = tensor.dim() in (2, 3) and tensor.shape[0] in rows and tensor.shape[-1] == self._width
+        is_wide = tensor.dim() in (2, 3) and tensor.shape[0] in self._rows and tensor.shape[-1] == self._width
         if is_wide and not isinstance(tensor, nn.Parameter):
             storage = tensor.untyped_storage()
             self._storages[storage._cdata] = storage.nbytes()

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable
+from dataclasses import replace
 
 from torch import nn
 from transformers import PreTrainedModel
 
+from hfdist.config.run import RunConfig
 from hfdist.config.train import Precision, TrainConfig
 from hfdist.errors import ConfigError
 from hfdist.models.blocks import find_block_parts
 from hfdist.models.embeddings import input_embeddings
+from hfdist.models.encoders import takes_texts_apart
 from hfdist.models.experts import is_of_experts, mixture_of, num_chosen_experts
-from hfdist.models.flops import attention_width, num_trained
+from hfdist.models.flops import attention_width, flops_per_token, measure_size, num_trained
 from hfdist.planning.costs import AxisTraffic
+from hfdist.planning.row_sizes import row_sizes
 from hfdist.strategies.base import Strategy
 from hfdist.strategies.tensor.linear import GATHERED, LOOKED_UP, split_dimensions
 from hfdist.strategies.tensor.plan import TensorPlan, first_plan
@@ -109,6 +113,21 @@ def step_sizes(
         stepped_whole=stepped_whole,
         frozen=frozen,
     )
+
+
+def of_task(sizes: StepSizes, config: RunConfig, model: PreTrainedModel) -> StepSizes:
+    """Add what the task of a run changes: what the model reads of a sequence, and texts that are compared."""
+    head = config.task.name.traits.head
+    rows = row_sizes(config, is_apart=takes_texts_apart(model, head))
+    embeddings = rows.texts * config.train.global_batch_size * sizes.hidden
+    return replace(sizes, sequence_tokens=rows.num_tokens, embeddings=embeddings)
+
+
+def sequence_flops(model: PreTrainedModel, config: RunConfig) -> float:
+    """Give the FLOPs of a sequence, as MFU counts them: what a step reads twice counts once."""
+    rows = row_sizes(config, is_apart=takes_texts_apart(model, config.task.name.traits.head))
+    a_token = flops_per_token(model.config, measure_size(model), rows.tokens, rows.targets)
+    return a_token * rows.num_tokens
 
 
 def _blocks(model: PreTrainedModel) -> Iterable[nn.Module]:

@@ -29,19 +29,17 @@ from torch.overrides import TorchFunctionMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hfdist.config.batch import IGNORED
 from hfdist.config.run import RunConfig
 from hfdist.config.train import Precision
-from hfdist.models.loss import LossHead
-from hfdist.planning.tracing.as_trainer import loss_function, prepare_as_trainer
+from hfdist.planning.tracing.as_trainer import prepare_as_trainer
 from hfdist.planning.tracing.fake_operations import Arguments, Named, Operation
-from hfdist.planning.tracing.fake_teacher import Teaching
+from hfdist.planning.tracing.fake_task import FakeTask
 from hfdist.planning.tracing.trace import BUFFERS, GRADIENTS, OPTIMIZER, WEIGHTS, Trace
 from hfdist.strategies.deepspeed.deepspeed_config import QUANTIZED
 from hfdist.strategies.deepspeed.flat_buffers import stepped_buffers
 from hfdist.strategies.deepspeed.startup import start_deepspeed
 from hfdist.strategies.deepspeed.zero import ZeroStrategy
-from hfdist.strategies.engine import Engine
+from hfdist.strategies.engine import Batch, Engine
 from hfdist.strategies.gradients.reduction import local_tensor
 from hfdist.strategies.held import state_tensors
 from hfdist.strategies.pipelines import zero as pipelines_zero
@@ -138,9 +136,7 @@ def trace_deepspeed(
     strategy: ZeroStrategy,
     engine: Engine,
     *,
-    loss_head: LossHead | None,
-    teaching: Teaching | None,
-    batch: dict[str, torch.Tensor],
+    task: FakeTask,
     make_optimizer: Callable[[], torch.optim.Optimizer],
     trace: Trace,
 ) -> MemoryUse:
@@ -150,9 +146,7 @@ def trace_deepspeed(
         config: of the run.
         strategy: whose config DeepSpeed reads.
         engine: from `strategy.build`.
-        loss_head: of the run.
-        teaching: of the run.
-        batch: one micro batch.
+        task: of the run.
         make_optimizer: gives the optimizer of the engine's model.
         trace: is given what the step holds and costs.
 
@@ -165,20 +159,21 @@ def trace_deepspeed(
     prepare_as_trainer(model, dataclasses.replace(config, train=as_it_is))
     optimizer = make_optimizer()
     with trace:
-        teacher = [] if teaching is None else map(local_tensor, teaching.tensors())
+        teacher = map(local_tensor, task.teacher_tensors())
         trace.hold((*model.parameters(), *model.buffers(), *teacher), WEIGHTS)
         # Tensors of the CPU stand for those of a GPU, and there is no kernel that quantizes them.
         whole = {"zero_optimization": strategy.deepspeed_config["zero_optimization"] | dict.fromkeys(QUANTIZED, False)}
         prepared, *_ = deepspeed.initialize(model=model, optimizer=optimizer, config=strategy.deepspeed_config | whole)
         engine.setup(prepared, SimpleNamespace(optimizer=optimizer), None)
         _name_buckets(prepared.optimizer, trace)
+        batch = task.batch(config.train.micro_batch_size)
         num_microbatches = min(_MICROBATCHES, strategy.batch.num_microbatches)
         # The first makes the optimizer's state.
         for number in (1, num_microbatches):
             name_what_is_held(engine, prepared, trace)
             state = trace.held
             trace.forget_peak()
-            _run_step(prepared, batch, loss_head, teaching, trace, num_microbatches=number)
+            _run_step(prepared, batch, task, trace, num_microbatches=number)
     return state
 
 
@@ -211,22 +206,20 @@ def _name_buckets(zero: ZeroOptimizer, trace: Trace) -> None:
 
 def _run_step(
     prepared: deepspeed.DeepSpeedEngine,
-    batch: dict[str, torch.Tensor],
-    loss_head: LossHead | None,
-    teaching: Teaching | None,
+    batch: Batch,
+    task: FakeTask,
     trace: Trace,
     *,
     num_microbatches: int,
 ) -> None:
     """Run a step as accelerate does; of many micro batches, the first and the last."""
-    compute_loss = loss_function(prepared.module, loss_head, teaching)
-    num_items = (batch["labels"][:, 1:] != IGNORED).sum()
+    num_items = task.count(batch)
     for microbatch in range(num_microbatches):
         is_last = microbatch == num_microbatches - 1
         if is_last:
             trace.forget_costs()
         trace.phase = Phase.forward
-        loss = compute_loss(prepared, batch, num_items)
+        loss = task.loss(prepared, batch, num_items)
         trace.phase = Phase.backward
         prepared.set_gradient_accumulation_boundary(is_last)
         prepared.backward(loss)
@@ -234,4 +227,5 @@ def _run_step(
         if is_last:
             trace.phase = Phase.optimizer
             prepared.step()
+            task.once()
     trace.phase = Phase.forward

@@ -12,13 +12,31 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from hfdist.config.run import RunConfig
+from hfdist.config.task import Head, TaskName
 from hfdist.models.build import make_without_values
+from hfdist.models.dropout import switch_off_dropout
 from hfdist.models.packed_weights import PackedLinear
 from hfdist.models.quantize import check_installed, quantize_frozen
 from hfdist.models.routers import leave_out_router_loss
 from hfdist.models.stacked_experts import use_products
+from hfdist.models.target_loss import fill_special_ids
 from hfdist.models.trainable import TrainableParameters
 from hfdist.strategies.base import Strategy
+
+
+def make_planned(config: RunConfig, architecture: PreTrainedConfig) -> PreTrainedModel:
+    """Make the model that a run would make, without values, where tensors are made; its task has changed it."""
+    task = config.task.name
+    # A constructor may write to the architecture.
+    model = make_without_values(config.model, copy.deepcopy(architecture), head=task.traits.head)
+    if getattr(model.config, "pad_token_id", 0) is None:
+        # A run sets that of its tokenizer: a model for sequence classification asks for it.
+        model.config.pad_token_id = 0
+    if task.traits.head is Head.targets:
+        fill_special_ids(model.config, 0)
+    if task is not TaskName.causal_lm and not task.traits.head.is_padded:
+        switch_off_dropout(model)
+    return model
 
 
 def make_fake_model(
@@ -41,8 +59,7 @@ def make_fake_model(
     trained = TrainableParameters.of(config)
     # Not fake from the start: an adapter swaps tensors, which fake ones refuse.
     with unset_fake_temporarily(), torch.device("meta"):
-        # A constructor may write to the architecture.
-        model = make_without_values(config.model, copy.deepcopy(architecture))
+        model = make_planned(config, architecture)
         trained.choose(model, seed=config.train.seed, layout=strategy)
     move_to_cpu(model)
     leave_out_router_loss(model)

@@ -23,9 +23,10 @@ from hfdist.config.checks.preflight import plan_run
 from hfdist.config.run import RunConfig
 from hfdist.config.strategy import Offload, Schedule
 from hfdist.planning.costs import PeakMemory, RankCosts, StageCosts
-from hfdist.planning.tracing.as_trainer import find_loss_head, make_batch, make_optimizer, prepare_as_trainer, run_step
+from hfdist.planning.tracing.as_trainer import find_loss_head, make_optimizer, prepare_as_trainer, run_step
 from hfdist.planning.tracing.fake_model import make_fake_model, quantize_fake
 from hfdist.planning.tracing.fake_ranks import deepspeed_of, fake_ranks, fake_tensors
+from hfdist.planning.tracing.fake_task import FakeTask
 from hfdist.planning.tracing.fake_teacher import make_teaching
 from hfdist.planning.tracing.trace import BUFFERS, GRADIENTS, OPTIMIZER, WEIGHTS, Trace
 from hfdist.strategies.base import Strategy
@@ -112,9 +113,7 @@ def _trace_zero(
         config,
         strategy,
         engine,
-        loss_head=loss_head,
-        teaching=make_teaching(config, strategy),
-        batch=make_batch(config),
+        task=FakeTask(config, cast(PreTrainedModel, engine.model), loss_head, make_teaching(config, strategy)),
         make_optimizer=lambda: make_optimizer(config, engine, device_type, sets_up=False),
         trace=trace,
     )
@@ -134,7 +133,7 @@ def _trace_pipeline(
     trace = Trace(copies_gathered=device_type == "cpu")
     left_out = num_microbatches - strategy.batch.num_microbatches if config.strategy.schedule is Schedule.gpipe else 0
     recorder = PipelineTrace(trace, strategy.topology, left_out)
-    look = plan_pipeline(config, strategy, recorder, make_batch(config), on_cpu=device_type == "cpu")
+    look = plan_pipeline(config, strategy, recorder, on_cpu=device_type == "cpu")
     _, state = _trace_engine(config, architecture, strategy, device_type, trace, look, recorder)
     return trace, state, recorder.stages()
 
@@ -158,10 +157,9 @@ def _trace_engine(
     if recorder is not None:
         recorder.model = model
     prepare_as_trainer(model, config)
-    teaching = make_teaching(config, strategy)
+    task = FakeTask(config, cast(PreTrainedModel, model), loss_head, make_teaching(config, strategy))
     trace = Trace(copies_gathered=device_type == "cpu") if trace is None else trace
-    teacher = () if teaching is None else teaching.tensors()
-    trace.hold((*map(local_tensor, (*model.parameters(), *teacher)), *model.buffers()), WEIGHTS)
+    trace.hold((*map(local_tensor, (*model.parameters(), *task.teacher_tensors())), *model.buffers()), WEIGHTS)
     is_zero = config.strategy.sharding.is_deepspeed
     with trace if is_zero else nullcontext():
         # DeepSpeed makes flat buffers.
@@ -178,7 +176,7 @@ def _trace_engine(
             from hfdist.planning.tracing.deepspeed_trace import name_what_is_held
 
             # DeepSpeed's first step makes the optimizer's state.
-            run_step(config, strategy, engine, optimizer, loss_head, teaching, trace)
+            run_step(config, strategy, engine, optimizer, task, trace)
             name_what_is_held(engine, cast(Any, engine)._engine, trace)
         else:
             make_state(optimizer, model, trace)
@@ -187,7 +185,7 @@ def _trace_engine(
             optimizer.zero_grad()
         state = trace.held
         trace.forget_peak()
-        run_step(config, strategy, engine, optimizer, loss_head, teaching, trace)
+        run_step(config, strategy, engine, optimizer, task, trace)
     return trace, state
 
 
@@ -209,7 +207,11 @@ def _to_rank_trace(
     low, high = (share * peaks[phase].total for share in _RANGES[device_type])
     peak = PeakMemory(rank=topology.rank, phase=phase, use=peaks[phase], low_bytes=low, high_bytes=high)
     whole = StageCosts(forward=trace.costs(Phase.forward), backward=trace.costs(Phase.backward))
-    costs = RankCosts(stages=(whole,) if stages is None else stages, optimizer=trace.costs(Phase.optimizer))
+    stages = (whole,) if stages is None else stages
+    if config.task.name.traits.reads_twice:
+        # The first forward holds less: it keeps nothing.
+        stages = tuple(replace(stage, forward=stage.forward * 2) for stage in stages)
+    costs = RankCosts(stages=stages, optimizer=trace.costs(Phase.optimizer))
     return RankTrace(peak=peak, costs=costs, state=state)
 
 

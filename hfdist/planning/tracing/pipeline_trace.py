@@ -28,6 +28,7 @@ from hfdist.pipeline.stage_io import CARRIES, Header, unpack
 from hfdist.pipeline.stage_module import StageModule
 from hfdist.pipeline.timeline import Action, Recorder
 from hfdist.planning.costs import OpCosts, StageCosts
+from hfdist.planning.tracing.fake_task import FakeTask
 from hfdist.planning.tracing.trace import GRADIENTS, Trace
 from hfdist.strategies.engine import Batch
 from hfdist.strategies.gradients.reduction import local_tensor
@@ -167,13 +168,14 @@ def find_header(model: PreTrainedModel, config: RunConfig, batch: Batch) -> Head
 
 
 def plan_pipeline(
-    config: RunConfig, strategy: PipelineStrategy, recorder: PipelineTrace, batch: Batch, *, on_cpu: bool
+    config: RunConfig, strategy: PipelineStrategy, recorder: PipelineTrace, *, on_cpu: bool
 ) -> Callable[[PreTrainedModel], None]:
     """Give what looks at the whole model, and lets the strategy build without other ranks."""
 
     def look(model: PreTrainedModel) -> None:
         # The strategy refuses a model of one block.
         if len(find_block_parts(model)) > 1:
+            batch = FakeTask(config, model, None, None).batch(config.train.micro_batch_size)
             strategy.planned = PlannedPipeline(find_header(model, config, batch), recorder, receives_early=on_cpu)
 
     return look

@@ -5,19 +5,20 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import TypedDict
 
-from transformers import TrainerCallback, TrainerControl, TrainerState
+from transformers import TrainerControl, TrainerState
 
 from hfdist.collectives import gather_json, world_size
 from hfdist.control_group import control_group
 from hfdist.records import RunRecorder
 from hfdist.sent_bytes import SentBytes, axis_of
 from hfdist.topology import Topology
+from hfdist.trainer.step.objective import ObjectiveCallback
 
 _COUNTED_STEP = 4
 """The first steps find buckets and prefetches, and the third is that of the picture of a pipeline's schedule."""
 
 
-class Traffic(TrainerCallback):
+class Traffic(ObjectiveCallback):
     """Counts the fourth step of a start, or the last before it; on rank 0 writes it into run.json.
 
     Args:
@@ -41,6 +42,8 @@ class Traffic(TrainerCallback):
         self._step: int | None = None
         """Number of steps before the counted one; None: nothing is to be counted."""
         self._counting: SentBytes | None = None
+        self._has_begun = False
+        """Whether the step has begun with its objective."""
 
     def on_train_begin(self, args: object, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
         """Choose the step. A collective where there are other ranks."""
@@ -49,7 +52,18 @@ class Traffic(TrainerCallback):
         control_group()
 
     def on_step_begin(self, args: object, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
-        """Begin to count, if it is this one; a save that goes on ends first."""
+        """Begin to count, if it is this one and its objective has not begun it."""
+        if not self._has_begun:
+            self._begin(state)
+        self._has_begun = False
+
+    def on_objective(self, state: TrainerState) -> None:
+        """Begin to count what an objective sends first, as all embeddings of a step."""
+        self._begin(state)
+        self._has_begun = True
+
+    def _begin(self, state: TrainerState) -> None:
+        """Count from now on, if it is this step; a save that goes on ends first."""
         self._stop()
         if state.global_step == self._step:
             self._wait()

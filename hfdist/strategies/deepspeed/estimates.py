@@ -42,7 +42,7 @@ def gather_weights(axes: Axes, *, most_live: float) -> Iterator[Sent]:
     large = held - small
     again = max(0.0, large - most_live)
     reduce = partial(axes.reduce, calls=calls, microbatches=num_microbatches)
-    forward, backward = num_microbatches * large, num_microbatches * again
+    forward, backward = num_microbatches * large * axes.sizes.passes, num_microbatches * again
     yield from reduce(ALL_GATHER, DATA, forward, is_gradient=False, hidden_by=Phase.forward)
     yield from reduce(ALL_GATHER, DATA, backward, is_gradient=False, hidden_by=Phase.backward)
     yield from reduce(REDUCE_SCATTER, DATA, num_microbatches * held, hidden_by=Phase.backward)

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import nn
-from transformers import TrainerCallback
+from transformers import TrainerCallback, TrainerState
 
 from hfdist.config.batch import IGNORED
 from hfdist.data.marks import split_labels
@@ -179,6 +179,14 @@ class Objective:
         for name, values in figures.items():
             total = torch.where(is_item, values.detach(), 0).double().sum()
             sums[self.names.index(name)] += torch.stack([total, count]).to(sums)
+
+
+class ObjectiveCallback(TrainerCallback):
+    """A callback that is told of a step before its objective computes what it needs of all micro batches."""
+
+    def on_objective(self, state: TrainerState) -> None:
+        """Event before `Objective.begin_step`, and so before `on_step_begin`."""
+        raise NotImplementedError
 
 
 def reduce_answers(

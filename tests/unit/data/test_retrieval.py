@@ -12,8 +12,8 @@ from hfdist.data.sources.columns import kinds_of
 from hfdist.data.sources.formats import texts_in
 from hfdist.data.sources.rows import RowReader
 from hfdist.data.tokenization.encoders import Encoders
+from hfdist.models.loss.embedding_losses import NEGATIVE, POSITIVE, QUERY
 from hfdist.tune.embed import Places
-from hfdist.tune.embedding_losses import NEGATIVE, POSITIVE, QUERY
 from tests.distributed.trl_runs import make_tokenizer
 from tests.unit.data.test_preferences import tensors, words
 

@@ -41,7 +41,7 @@ def make_constants(num_blocks: int = 16, *, degrees: tuple[int, ...] = (1, 2, 4,
             for degree in degrees
         },
         balance=Costs(blocks=(1.0,) * num_blocks, prologue=0.0, epilogue=1.0),
-        flops_per_token=6 * (num_blocks * BLOCK + embedding),
+        flops_per_sequence=6 * (num_blocks * BLOCK + embedding) * LENGTH,
         sizes={degree: _sizes(num_blocks, degree) for degree in degrees},
         sequence_degrees=frozenset(degree for degree in degrees if degree > 1),
     )

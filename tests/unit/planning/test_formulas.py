@@ -127,7 +127,7 @@ def test_arithmetic_is_shared_out_and_computed_again():
         return sum(stage.forward.flops + stage.backward.flops for stage in stages)
 
     whole = flops(SINGLE)
-    assert whole == pytest.approx(model.flops_per_token * model.sequence_length)
+    assert whole == pytest.approx(model.flops_per_sequence)
     for axis in ("tensor", "context", "pipeline"):
         assert flops(Layout(**{axis: 4})) == pytest.approx(whole / 4)
     again = flops(replace(SINGLE, recompute=Recompute.all))
