@@ -15,12 +15,12 @@ GROUPS = (
 # A task says what rows must be: test_task.py composes each.
 OPTIONS = [(group, path.stem) for group in GROUPS if group != "task" for path in sorted((CONF / group).glob("*.yaml"))]
 EXPERIMENTS = sorted(path.stem for path in (CONF / "experiment").glob("*.yaml"))
-UNPLANNED = ("docstrings_mlm", "docstrings_packages", "docstrings_search")
+UNPLANNED = ("docstrings_search", "stdlib_mlm", "stdlib_replaced")
 """Experiments of tasks whose steps a plan does not know."""
 PLANNED = [name for name in EXPERIMENTS if name not in UNPLANNED]
 ARITHMETIC = ("arithmetic_grpo", "arithmetic_sft")
 """The experiments of docs/reinforcement.md: the second makes the model of the first, and both are small."""
-OF_PAGES = (*ARITHMETIC, "docstrings_mlm", "docstrings_packages", "shapes_captions", "docstrings_search")
+OF_PAGES = (*ARITHMETIC, "stdlib_mlm", "stdlib_replaced", "shapes_captions", "docstrings_search")
 """Experiments on rows that a program of a page writes, as small as they are."""
 
 # Values that only the user knows.
