@@ -158,8 +158,8 @@ without its place says little.
 ## What is compared
 
 * **The pretraining** is `+experiment={PRETRAINING}`, once for all seeds. The loss of hidden tokens in held-out texts
-  fell from {losses[0]:.2f} to {losses[max(losses)]:.2f} nats in {cost.cpu_seconds:.0f} CPU seconds. Its texts have no
-  function of the files that the classifiers are measured with.
+  fell from {losses[0]:.2f} to {losses[max(losses)]:.2f} nats in {cost.cpu_seconds:.0f} CPU seconds. Its texts have the
+  functions that are learned from, as they were written, and none that the classifiers are measured with.
 * **The classifiers** are `+experiment={CLASSIFIER}` on both sides, with the same rows, rate and number of steps, in the
   same order for a seed. A run takes {seconds:.0f} CPU seconds. The seed draws the layer that classifies, and without
   pretraining all weights.
