@@ -77,8 +77,8 @@ distillation: $(READY)  ## Train a small student with and without a teacher, by 
 captions: $(READY)  ## Let a small model of image and text caption drawn shapes, and write docs/captions-proof.md and its picture (3 minutes).
 	$(BIN)/python -m proofs.captions docs/captions-proof.md docs/images/captions.png
 
-pretraining: $(READY)  ## Train a classifier from a pretrained encoder and without, by three seeds, and write docs/pretraining-proof.md (5 minutes).
-	$(BIN)/python -m proofs.pretraining docs/pretraining-proof.md
+pretraining: $(READY)  ## Train a classifier from a pretrained encoder and without, by three seeds, and write docs/pretraining-proof.md and its picture (5 minutes).
+	$(BIN)/python -m proofs.pretraining docs/pretraining-proof.md docs/images/pretraining.png
 
 search: $(READY)  ## Let a small encoder find functions by their docstrings, beside BM25, and write docs/search-proof.md and its picture (20 minutes).
 	$(BIN)/python -m pip install --quiet bm25s==0.3.16

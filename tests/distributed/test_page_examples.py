@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from transformers import AutoModelForImageTextToText, AutoModelForSequenceClassification
+from transformers import AutoModelForImageTextToText, AutoModelForTokenClassification
 
 from hfdist.config.composition.compose import compose_config
 from hfdist.records import RunFolder, read_lines
@@ -23,13 +23,15 @@ SHORT = ("train.max_steps=2", "train.eval_every=2", "train.global_batch_size=8",
 
 
 def run_program(page, name, **numbers):
-    """Run the program of a page, with other numbers."""
+    """Run the program of a page, with other numbers; give what it has named."""
     program = shown_programs(ROOT / "docs" / page)[name]
     for old, new in numbers.items():
         assert program.count(old[1:]) == 1
         program = program.replace(old[1:], new)
     # What it imports is here already.
-    exec(compile(program, name, "exec"), {})
+    names = {}
+    exec(compile(program, name, "exec"), names)
+    return names
 
 
 def train(main, experiment, primary, *words):
@@ -58,16 +60,26 @@ def test_a_small_model_of_image_and_text_is_made_and_trains(tmp_path, cache_dir,
 @pytest.mark.many
 def test_a_classifier_begins_with_the_pretrained_encoder(tmp_path, cache_dir, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    run_program("encoders-and-decoders.md", "packages.py", _2048="400")
-    train(tune, "docstrings_mlm", "tune")
+    smaller = {"_NUM_HELD_OUT = 200, 400": "NUM_HELD_OUT = 16, 8", '_root.rglob("*.py")': 'root.glob("[a-e]*.py")'}
+    names = run_program("encoders-and-decoders.md", "replaced.py", _1024="400", **smaller)
+    train(tune, "stdlib_mlm", "tune")
     for number, words in enumerate(SIDES.values()):
-        train(tune, "docstrings_packages", "tune", *words, f"run.dir=side-{number}")
+        train(tune, "stdlib_replaced", "tune", *words, f"run.dir=side-{number}")
         lines = read_lines(RunFolder(tmp_path / f"side-{number}").metrics)
         assert [line["step"] for line in lines if "eval_accuracy" in line] == [0, 2]
-    found = [AutoModelForSequenceClassification.from_pretrained(tmp_path / f"side-{n}" / "model") for n in range(2)]
-    assert [len(one.config.id2label) for one in found] == [10, 10]
-    held_out, texts = ((tmp_path / "packages" / f"{name}.jsonl").read_text() for name in ("held_out", "texts"))
-    assert not {*held_out.splitlines()} & {*texts.splitlines()}
+    found = [AutoModelForTokenClassification.from_pretrained(tmp_path / f"side-{n}" / "model") for n in range(2)]
+    assert [{*one.config.id2label.values()} for one in found] == [{"replaced", "written"}] * 2
+    rows = [json.loads(line) for line in (tmp_path / "replaced" / "held_out.jsonl").read_text().splitlines()]
+    assert len(rows) == 8
+    for row in rows:
+        kept = {index: word for index, word in enumerate(row["tokens"]) if row["tags"][index] != "replaced"}
+        long = len(row["tokens"])
+        fits = [
+            [words for words in names[some] if len(words) == long and all(words[at] == kept[at] for at in kept)]
+            for some in ("seen", "unseen")
+        ]
+        # It is of the held-out files, and no text that the encoder is pretrained on.
+        assert [len(some) for some in fits] == [0, 1]
 
 
 @pytest.mark.many

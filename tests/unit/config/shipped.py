@@ -17,7 +17,7 @@ OPTIONS = [(group, path.stem) for group in GROUPS if group != "task" for path in
 EXPERIMENTS = sorted(path.stem for path in (CONF / "experiment").glob("*.yaml"))
 ARITHMETIC = ("arithmetic_grpo", "arithmetic_sft")
 """The experiments of docs/reinforcement.md: the second makes the model of the first, and both are small."""
-OF_PAGES = (*ARITHMETIC, "docstrings_mlm", "docstrings_packages", "shapes_captions", "docstrings_search")
+OF_PAGES = (*ARITHMETIC, "stdlib_mlm", "stdlib_replaced", "shapes_captions", "docstrings_search")
 """Experiments on rows that a program of a page writes, as small as they are."""
 
 # Values that only the user knows.
