@@ -19,6 +19,7 @@ from hfdist.strategies.engine import Batch, Function
 from hfdist.topology import Topology
 from hfdist.trainer.generation.continuation import continue_rows
 from hfdist.trainer.generation.limits import GenerationLimits
+from hfdist.trainer.generation.score import Choice
 
 _WIDTH, _INNER_WIDTH, _LAYERS, _VOCABULARY, _END = 256, 688, 4, 4096, 1
 _MEAN_TOKENS, _SPREAD, _MOST_TOKENS = 72, 0.75, 236
@@ -105,8 +106,10 @@ def _answer(model: Any, case: Case) -> list[list[int]]:
         case.prompts,
         forward,
         GenerationLimits(max_new_tokens=_MOST_TOKENS, end_ids=frozenset({_END}), most_tokens=None),
-        score=lambda logits, extras, num_before: _end_at(logits, extras["lengths"] - 1 == num_before),
-        extras={"lengths": torch.tensor(case.lengths)[:, None]},
+        choice=Choice(
+            lambda logits, extras, num_before: _end_at(logits, extras["lengths"] - 1 == num_before),
+            {"lengths": torch.tensor(case.lengths)[:, None]},
+        ),
         topology=Topology(),
         rows_at_once=case.slots,
         uses_cache=True,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Iterator
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +27,8 @@ class _Stream:
         self._stream = TokenStream(open_corpus(config), work.tokenizer, config)
         if state is not None:
             self._stream.load_state_dict(state)
-        for batch in self._stream.loader(batch_size=BATCH_SIZE):
-            yield batch["input_ids"]
+        # A variable of a loop would keep each batch while the next one is made.
+        yield from map(itemgetter("input_ids"), self._stream.loader(batch_size=BATCH_SIZE))
 
     def state(self) -> Any:
         """The cursor."""

@@ -30,7 +30,6 @@ from hfdist.data.packing.sequence import (
     Pieces,
     Sequence,
     image_row,
-    join_tokens,
     make_rows,
     stack_rows,
 )
@@ -83,7 +82,7 @@ def _with_blank(
 ) -> dict[str, torch.Tensor]:
     """Put a document without targets, of these tokens and perhaps with an image, after those of a row."""
     documents = [] if inputs is None else [_Document(0, len(tokens), PieceImages(inputs, digest=0))]
-    blank = _row(Pieces([tokens], [len(tokens)], [0], [(0, len(tokens))]), documents, images)
+    blank = _row(Pieces(tokens, [len(tokens)], [0], [(0, len(tokens))]), documents, images)
     # The blank document has no digests of images: zeros stand for them.
     none = torch.zeros_like(blank["input_ids"])
     return {name: torch.cat([values, blank.get(name, none)], -1) for name, values in text.items()}
@@ -124,18 +123,17 @@ def _tensors(inputs: Inputs) -> dict[str, torch.Tensor]:
 
 def _documents(pieces: Pieces, images: Mapping[int, PieceImages]) -> Iterator[_Document]:
     """Give the documents with images: one of a piece, or both of a preference."""
-    tokens = join_tokens(pieces.parts)
     for piece, of_piece in images.items():
         start = int(pieces.begins[piece])
         stop = start + pieces.lengths[piece]
-        edges = [start, *(start + marks.begin(tokens[start:stop])).tolist(), stop]
+        edges = [start, *(start + marks.begin(pieces.tokens[start:stop])).tolist(), stop]
         yield from (_Document(*edge, of_piece) for edge in pairwise(edges))
 
 
 def _row(pieces: Pieces, documents: Sequences[_Document], images: ImageTokens) -> dict[str, torch.Tensor]:
     """Give what a forward takes of the tokens of a sequence, each of shape [tokens]; positions may be [4, tokens]."""
     ids, positions, labels = make_rows(pieces, np.int64)
-    row = images.row(ids, marks.are_images(join_tokens(pieces.parts)), labels)
+    row = images.row(ids, marks.are_images(pieces.tokens), labels)
     # A model that gets a mask does not look for documents in positions.
     del row["attention_mask"]
     row[_POSITIONS] = torch.from_numpy(positions)

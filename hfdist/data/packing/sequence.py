@@ -52,7 +52,8 @@ def text_positions(positions: torch.Tensor) -> torch.Tensor:
 class Pieces(NamedTuple):
     """What the rows of one sequence, or of several end to end, are made of; most fields are those of `Sequence`."""
 
-    parts: Sequences[NDArray[np.integer]]
+    tokens: NDArray[np.integer]
+    """A copy, end to end; shape [tokens]."""
     lengths: Sequences[int]
     begins: Sequences[int] | Integers
     """Where each of its pieces begins."""
@@ -66,8 +67,8 @@ class Pieces(NamedTuple):
         for one in sequences if any(one.blanks for one in sequences) else ():
             blanks += [(first + start, first + stop) for start, stop in one.blanks]
             first += sum(one.lengths)
-        parts = list(chain.from_iterable([one.parts for one in sequences]))
-        return cls(parts, lengths, [0, *accumulate(lengths[:-1])], blanks)
+        tokens = join_tokens(list(chain.from_iterable([one.parts for one in sequences])))
+        return cls(tokens, lengths, [0, *accumulate(lengths[:-1])], blanks)
 
 
 class PieceImages(NamedTuple):
@@ -148,12 +149,12 @@ def filling(num_tokens: int, shape: Shape) -> NDArray[np.int32]:
 
 
 def make_rows(pieces: Pieces, dtype: DTypeLike) -> tuple[NDArray[np.integer], NDArray[np.integer], NDArray[np.integer]]:
-    """Copy tokens, and make their positions and labels, int32 or int64.
+    """Make ids, positions and labels of tokens, int32 or int64.
 
     Returns:
         input_ids, position_ids and labels of all, end to end; each of shape [tokens].
     """
-    tokens, lengths, begins = join_tokens(pieces.parts), pieces.lengths, pieces.begins
+    tokens, lengths, begins = pieces.tokens, pieces.lengths, pieces.begins
     if tokens.dtype.kind == "i" and tokens.min() < 0:
         own_ids = marks.ids_of(tokens)
         ids, labels = own_ids.astype(dtype), marks.labels_of(tokens, own_ids).astype(dtype)
@@ -262,8 +263,9 @@ def stack_rows(
 
 def image_row(sequence: Sequence, images: ImageTokens) -> dict[str, torch.Tensor]:
     """Give the tensors of a sequence that is one document, each of shape [tokens], and those of its images."""
-    ids, _, labels = make_rows(Pieces.of([sequence]), np.int64)
-    row = images.row(ids, marks.are_images(join_tokens(sequence.parts)), labels)
+    pieces = Pieces.of([sequence])
+    ids, _, labels = make_rows(pieces, np.int64)
+    row = images.row(ids, marks.are_images(pieces.tokens), labels)
     inputs = next(iter(sequence.images.values())).inputs if sequence.images else {}
     return row | {name: torch.from_numpy(values) for name, values in inputs.items()}
 

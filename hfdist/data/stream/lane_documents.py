@@ -18,6 +18,8 @@ from hfdist.errors import DataError
 # A lane without a document to train on gives up after so many epochs and documents: a short lane may have only held-out
 # ones, or a damaged file.
 _MOST_BARREN_EPOCHS, _MOST_BARREN_DOCUMENTS = 10, 1000
+_TIMES_AHEAD = 4
+"""Numbers of documents that are worked out at once, for each that is needed: a call costs as much as hundreds of them."""
 
 
 class DocumentIterator:
@@ -40,19 +42,20 @@ class DocumentIterator:
         limit = self._pool.epochs
         while not len(self._numbers) and (limit is None or self.place.epoch < limit):
             if self.place.position < self._order.lane_length(self.place.epoch, self._lane):
-                self._numbers = self._after(0, most or 1)
+                self._numbers = self._after(0, most)
             else:
                 self._end_epoch()
         if most is not None and 0 < len(self._numbers) < most:
             self._numbers = np.concatenate([self._numbers, self._after(len(self._numbers), most)])
         return self._numbers[:most]
 
-    def _after(self, num_documents: int, most: int) -> NDArray[np.int64]:
-        """Give the documents of this epoch that come after so many next ones, `most` with these if there are."""
+    def _after(self, num_documents: int, most: int | None) -> NDArray[np.int64]:
+        """Give the documents of this epoch that come after so many next ones, a few times `most` if there are."""
         epoch, position = self.place.epoch, self.place.position + num_documents
         if position >= self._order.lane_length(epoch, self._lane):
             return self._numbers[:0]
-        return self._order.rest_of_blocks(epoch, self._lane, position, most - num_documents)
+        least = 1 if most is None else _TIMES_AHEAD * most
+        return self._order.rest_of_blocks(epoch, self._lane, position, least)
 
     def advance(self, num_documents: int, num_barren: int) -> None:
         """Move past the next documents, of which `num_barren` come after the last one to train on."""

@@ -321,14 +321,15 @@ class StreamPosition:
         for lane, given in self._in_turn.untold() if self._in_turn is not None else ():
             (digest, (progress,), number), records = self._states[lane], given.records
             num_sequences = len(given.stops)
-            records["sequence"] = np.repeat(np.arange(number, number + num_sequences), np.diff(given.stops, prepend=0))
+            records["sequence"] = number + np.searchsorted(given.stops, np.arange(len(records)), side="right")
             after = Progress(
                 given.next_place,
                 progress.sequences + num_sequences,
                 progress.tokens + given.num_tokens,
                 progress.documents + given.num_documents,
             )
-            self._states[lane] = LaneState(chain(digest, records, given.stops), (after,), number + num_sequences)
+            digest = chain(digest, records, given.stops.tolist())
+            self._states[lane] = LaneState(digest, (after,), number + num_sequences)
             if self.ledger is not None:
                 self.ledger.add(lane, records, ())
 

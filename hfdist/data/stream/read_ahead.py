@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from hfdist.data.order.lane_state import Place
 from hfdist.data.order.records import Records, join
-from hfdist.data.packing.sequence import PieceImages, Pieces, Problem, join_tokens
+from hfdist.data.packing.sequence import PieceImages, Pieces, Problem
 from hfdist.data.packing.sequence import Sequence as PackedSequence
 from hfdist.data.stream.bytes_ahead import BytesAhead
 from hfdist.data.stream.lane import LaneSequence
@@ -147,7 +147,7 @@ def _bundle(item: Sequence[LaneSequence]) -> _Bundle:
     sequences = [packed.sequence for packed in item]
     return _Bundle(
         [(lane, pool) for lane, pool, _ in item],
-        join_tokens(Pieces.of(sequences).parts),
+        Pieces.of(sequences).tokens,
         join([one.records for one in sequences]),
         [len(one.records) for one in sequences],
         list(map(_rest, sequences)),
