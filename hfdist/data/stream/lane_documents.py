@@ -19,7 +19,7 @@ from hfdist.errors import DataError
 # ones, or a damaged file.
 _MOST_BARREN_EPOCHS, _MOST_BARREN_DOCUMENTS = 10, 1000
 _TIMES_AHEAD = 4
-"""Numbers of documents that are worked out at once, for each that is needed: a call costs as much as hundreds of them."""
+"""Numbers of documents that are worked out at once, for each that is needed: a call costs as much as hundreds."""
 
 
 class DocumentIterator:
