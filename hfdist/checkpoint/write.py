@@ -116,12 +116,6 @@ def write_folder(
     plan, memories = contents.plan, memories or Memories.shared()
     group = group or control_group()
 
-    def begin() -> _Begun:
-        num_bytes = sum(item.end - item.begin for item in plan.items)
-        if not memories.leads:
-            return _Begun(num_bytes, "", 0)
-        return _Begun(num_bytes, start().name, shutil.disk_usage(parent).free)
-
     def lay_out() -> list[Part]:
         with _room_for(num_bytes, parent):
             if num_bytes > leader.free_bytes:
@@ -129,15 +123,11 @@ def write_folder(
             return _lay_out(unfinished, contents, memories)
 
     def write_own() -> list[Part]:
-        sources = contents.elements
-        joined = join_columns(plan.transfers, sources, None if group is None else group.pairs)
-        elements = [
-            joined[index] if item.source is None else sources[item.source] for index, item in enumerate(plan.items)
-        ]
+        elements = _elements_of_items(contents, group)
         with _room_for(num_bytes, parent):
             return _write_own(unfinished, contents, elements, _laid_out(plan, memories))
 
-    begun = [_Begun(*values) for values in on_all_ranks(begin, group)]
+    begun = [_Begun(*values) for values in on_all_ranks(lambda: _begin(plan, parent, start, memories), group)]
     leader = begun[memories.ranks(memories.own)[0]]
     # All memories use the name that rank 0 has drawn.
     unfinished = parent / begun[0].name
@@ -152,6 +142,20 @@ def write_folder(
         if memories.count > 1:
             _spread(unfinished, small, of_ranks, memories, group)
         on_all_ranks(lambda: finish(unfinished, [*small, *chain(*of_ranks)]) if memories.leads else None, group)
+
+
+def _begin(plan: SavePlan, parent: Path, start: Callable[[], Path], memories: Memories) -> _Begun:
+    num_bytes = sum(item.end - item.begin for item in plan.items)
+    if not memories.leads:
+        return _Begun(num_bytes, "", 0)
+    return _Begun(num_bytes, start().name, shutil.disk_usage(parent).free)
+
+
+def _elements_of_items(contents: Contents, group: ControlGroup | None) -> list[torch.Tensor]:
+    """Give the elements of each item of the plan: a source of this rank, or rows that are put together from columns."""
+    sources, plan = contents.elements, contents.plan
+    joined = join_columns(plan.transfers, sources, None if group is None else group.pairs)
+    return [joined[index] if item.source is None else sources[item.source] for index, item in enumerate(plan.items)]
 
 
 def _make_folder(unfinished: Path, contents: Contents) -> None:
