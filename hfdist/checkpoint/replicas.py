@@ -1,10 +1,11 @@
 """Replicas in memory: the newest state of a run, in the format of a checkpoint, in a folder on each machine.
 
-    machine A    shares of its own ranks    shares of C's ranks      The small files that every rank needs are on all
-    machine B    shares of its own ranks    shares of A's ranks      three. Lost is a replica if a machine and the next
-    machine C    shares of its own ranks    shares of B's ranks      one lose their memory together.
+    machine A    small files    shares of the ranks of A    shares of the ranks of C
+    machine B    small files    shares of the ranks of B    shares of the ranks of A
+    machine C    small files    shares of the ranks of C    shares of the ranks of B
 
-The folder outlives the processes. A replica counts if each of its parts is on some machine with the right hash.
+The folders outlive the processes, and a replica outlives the loss of one machine. It counts if each of its parts is on
+some machine with the right hash.
 """
 
 from __future__ import annotations

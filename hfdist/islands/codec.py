@@ -56,7 +56,7 @@ def decode(codec: Codec, content: bytes, num_elements: int) -> torch.Tensor:
     Args:
         codec: the codec that `encode` was called with.
         content: the bytes that it has given.
-        num_elements: number of the numbers.
+        num_elements: how many numbers they are.
 
     Returns:
         Float32 numbers on the CPU, of shape [num_elements].

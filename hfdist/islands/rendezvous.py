@@ -3,9 +3,9 @@
 Islands come to a rendezvous at the end of each round. Once all connected islands have come, those whose outer weights
 are the same are its members: they exchange what they have learned. The others are joiners: each gets a member's state.
 
-    all have come --> a round begins                                      none has learned anything: they train
-                  --> an exchange begins --> commit: it counts            each member has the mean of all
-                                         --> aborted: all come again      a member is lost or lacks a part
+    all have come --> round: they train         no member has learned anything yet
+                  --> exchange --> commit       each member has the parts of all others: it counts
+                               --> aborted      a member is lost, or lacks a part: they come again
 
 A member whose part the others cannot use is left out of the next exchange, and gets a member's state.
 """

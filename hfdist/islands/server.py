@@ -1,10 +1,8 @@
 """The server of islands: it knows which islands are there, and passes what their ranks say to the job's coordinator.
 
-All ranks of all islands are connected to it, and the shards of a parameter server. An island is lost when one of its
-connections ends or is silent.
-
-    no island is there   -- rank 0 of an island brings the job -->   a coordinator is made for the job
-                         <-- the last island is lost           --    other islands with the same job may join
+All ranks of all islands are connected to it, and the shards of a parameter server. The first island brings the job, for
+which a coordinator is made; other islands must have the same job. An island is lost when one of its connections ends or
+is silent, and the job ends with its last island.
 """
 
 from __future__ import annotations

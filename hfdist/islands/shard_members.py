@@ -25,7 +25,7 @@ class ShardMembers:
         self._others: list[Member] = []
 
     def connect(self) -> None:
-        """Connect to the server, and then to each shard that it names; what was connected before is closed.
+        """Connect to the server, if there is no connection, and anew to each shard that it names.
 
         Raises:
             PeerError: the server or a shard does not answer, or the server has ended this island.
