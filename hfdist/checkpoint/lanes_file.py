@@ -1,4 +1,7 @@
-"""The file of where each lane of the data stands, as columns of whole numbers: for JSON they may be too many."""
+"""The checkpoint's file of the places up to which the data's lanes are read: columns of whole numbers, not JSON.
+
+A run of many lanes and sources has millions of these numbers.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +9,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 from numpy.typing import NDArray
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
@@ -18,13 +22,18 @@ from hfdist.errors import CheckpointError, named_line
 LANES_FILE = f"{TRAINING_STATE}/lanes.safetensors"
 
 _MAX_BYTES = 2**30
-"""Most bytes of the file, written or read: 40 times as many as 16,384 lanes of 100 sources have."""
+"""The most bytes of the file, written or read: 40 times as many as 16,384 lanes of 100 sources have."""
 _MAX_HEADER_BYTES = 2**16
 _TYPES = ("U8", "U16", "U32", "U64")
+"""Types of columns that are read, as safetensors spells them."""
 
 
-def write_lanes(folder: Path, columns: Mapping[str, NDArray[Any]]) -> None:
-    """Write unsigned columns; a CheckpointError: they are more than `read_lanes` takes."""
+def write_lanes(folder: Path, columns: Mapping[str, NDArray[np.unsignedinteger[Any]]]) -> None:
+    """Write columns of numbers without a sign into a checkpoint, by name.
+
+    Raises:
+        CheckpointError: they have more bytes than `read_lanes` takes.
+    """
     num_bytes = sum(column.nbytes for column in columns.values())
     if num_bytes + _MAX_HEADER_BYTES > _MAX_BYTES:
         raise CheckpointError(
@@ -35,25 +44,29 @@ def write_lanes(folder: Path, columns: Mapping[str, NDArray[Any]]) -> None:
             hint="the checkpoints before it stay; the file grows with data.lanes times the number of sources",
         )
     (folder / LANES_FILE).parent.mkdir(exist_ok=True)
-    # Not the library's own writing to a file: that hides it from others, and a full disk is no OSError there.
+    # Not by the library's `save_file`: there a full disk is no OSError, and other users cannot read the file.
     (folder / LANES_FILE).write_bytes(save(dict(columns)))
 
 
-def read_lanes(path: Path, manifest: Manifest | None = None) -> dict[str, NDArray[Any]] | None:
-    """Read the columns of a checkpoint, in this process; None: it has none, as those from before this file.
+def read_lanes(path: Path, manifest: Manifest | None = None) -> dict[str, NDArray[np.unsignedinteger[Any]]] | None:
+    """Read the columns of a checkpoint, in this process.
 
     Args:
         path: the checkpoint; its hashes are not checked again here.
-        manifest: that of the checkpoint, if it was read; else it is read.
+        manifest: its manifest; None: it is read.
+
+    Returns:
+        Columns by name; None: the checkpoint has no such file, as older ones.
 
     Raises:
-        DamagedError: a file that is far too large, or not of unsigned columns.
+        DamagedError: the file is far too large, or has other columns than those of numbers without a sign.
     """
-    if LANES_FILE not in (read_manifest(path) if manifest is None else manifest).files:
+    manifest = manifest or read_manifest(path)
+    if LANES_FILE not in manifest.files:
         return None
     file = inside(path, LANES_FILE)
     try:
-        # Before the library takes memory for what it says.
+        # Sizes first: the library takes as much memory as the file says.
         if file.stat().st_size > _MAX_BYTES:
             raise ValueError(f"larger than {_MAX_BYTES} bytes")
         with file.open("rb") as opened:

@@ -1,9 +1,11 @@
-"""The manifest: sizes and hashes of all files of a checkpoint, written last, so that its presence means complete.
+"""The manifest: sizes and hashes of all files of a checkpoint. It is written last: a folder with one is complete.
 
-It grows with the files, and not with the parts of which ranks make them. Each rank hashes what it writes, on the way,
-and has a file for the hashes of its parts; the manifest holds the hash of that file. XXH3 finds damage as surely as
-SHA-256, at ten times its speed; neither would keep out somebody who can write a manifest. docs/checkpoints.md describes
-the format.
+    manifest.json                      step, size of each file, hashes of the small files, a hash of itself
+    training_state/hashes-00000.json   hashes of the parts of tensor files that rank 0 has written
+    training_state/hashes-00001.json   those of rank 1, and so on
+
+So the manifest does not grow with the parts of which ranks make the files. XXH3 finds damage as surely as SHA-256, at
+ten times its speed; neither would keep out somebody who can write a manifest. docs/checkpoints.md describes the format.
 """
 
 from __future__ import annotations
@@ -23,12 +25,13 @@ from hfdist.whole_numbers import whole_number
 
 MANIFEST = "manifest.json"
 NO_MANIFEST = "no-manifest"
-"""Reason of a folder without one."""
+"""The `reason` of a `DamagedError` about a folder without a manifest."""
 FORMAT = 3
-"""Version of the folder's layout. `format` stays in all of them."""
+"""Version of a checkpoint's format; the manifest of each version has it under `format`."""
 FORMATS = (2, FORMAT)
 """Formats that can be read. In format 2 the manifest itself holds the hashes of all parts."""
 HASHES_STEM = "training_state/hashes-"
+"""Begin of the names of the files of hashes."""
 
 MAX_JSON_BYTES = 64 * 2**20
 """Most bytes of a JSON file, written or read: nobody's file takes more memory than that."""
@@ -37,7 +40,7 @@ _MAX_NAME_BYTES = 255
 
 
 class DamagedError(CheckpointError):
-    """A checkpoint that is not what was once written. `reason` is short enough for a file name."""
+    """A checkpoint that is not what was once written. Its `reason` is a word for a file name, such as `hash`."""
 
     def __init__(self, reason: str, what: str, *, where: Path | str, found: object = None) -> None:
         super().__init__(
@@ -50,7 +53,7 @@ class DamagedError(CheckpointError):
 
 
 class FormatError(CheckpointError):
-    """A checkpoint of another version of the format, which is no damage."""
+    """A checkpoint of a version of the format that this hfdist does not read; that is no damage."""
 
     def __init__(self, version: int, *, where: Path, written_by: object = None) -> None:
         if written_by is None:
@@ -70,12 +73,14 @@ class Part(NamedTuple):
     file: str
     """Path relative to the checkpoint, with `/`."""
     begin: int
+    """Offset of its first byte in the file."""
     num_bytes: int
     xxh128: str
+    """Hash of its bytes, as `xxhsum -H2` prints it."""
 
     @classmethod
     def first(cls, file: str, content: bytes) -> Part:
-        """Hash the bytes with which a file begins, from memory."""
+        """Give the part that a file begins with, from its bytes."""
         return cls(file, 0, len(content), xxhash.xxh3_128(content).hexdigest())
 
 
@@ -84,6 +89,7 @@ class Manifest:
     """What the files of a checkpoint must be."""
 
     step: int
+    """Number of optimizer steps that the state has done."""
     files: dict[str, int]
     """Bytes of each file, by name."""
     parts: list[Part]
@@ -98,11 +104,11 @@ class Manifest:
 
     @property
     def files_of_hashes(self) -> list[Part]:
-        """These files, in order of the ranks that wrote them."""
+        """The files of hashes, each as one part, in order of the ranks that have written them."""
         return sorted(part for part in self.parts if part.file.startswith(HASHES_STEM))
 
     def write(self, folder: Path) -> None:
-        """Write the manifest into `folder`, whose other files are whole. Each of its own parts is a whole file."""
+        """Write the manifest into `folder`, whose other files are whole. Each of `parts` must be a whole file."""
         hashes = {part.file: {"xxh128": part.xxh128} for part in self.parts}
         files = {name: {"bytes": self.files[name]} | hashes.get(name, {}) for name in sorted(self.files)}
         content = {"format": FORMAT, "hfdist": __version__, "step": self.step, "files": files}
@@ -110,15 +116,15 @@ class Manifest:
 
 
 def hash_of_content(content: Mapping[str, object]) -> str:
-    """The manifest's hash of itself."""
+    """Give the hash of a JSON object, by which a manifest knows whether it has changed."""
     return xxhash.xxh3_128(json.dumps(content, sort_keys=True).encode()).hexdigest()
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Read the manifest.
+    """Read the manifest of a checkpoint.
 
     Raises:
-        DamagedError: there is none (the save was cut short), or it is not one.
+        DamagedError: there is no manifest, as after a save that was cut short, or it has changed.
         FormatError: it is of another version of the format.
     """
     path = folder / MANIFEST
@@ -127,6 +133,7 @@ def read_manifest(folder: Path) -> Manifest:
     content = read_json(path)
     try:
         version, own_hash = whole_number(content["format"]), content.pop("xxh128", None)
+        # With which version the hash fits: a bit of the version itself may have changed.
         written_as = [known for known in FORMATS if own_hash == hash_of_content(content | {"format": known})]
         if written_as and version not in written_as:
             raise DamagedError("format", "the number of the format has changed", where=path, found=f"format {version}")
@@ -144,26 +151,36 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def _parse_record(file: str, record: dict[str, Any]) -> list[Part]:
-    """Give the parts of a file that a manifest lists by itself: one, or none; in format 2 all."""
-    if "parts" not in record:
-        return [Part(file, 0, record["bytes"], str(record["xxh128"]))] if "xxh128" in record else []
+    """Give the parts of a file whose hashes stand in the manifest: a small file as one, of a tensor file none.
+
+    In format 2 these are all parts of any file.
+    """
+    if "xxh128" in record and "parts" not in record:
+        return [Part(file, 0, record["bytes"], str(record["xxh128"]))]
     parts: list[Part] = []
-    for num_bytes, xxh128 in record["parts"]:
-        parts.append(Part(file, _end(parts), whole_number(num_bytes), str(xxh128)))
-    if record["bytes"] != _end(parts):
-        raise ValueError(f"{file}: {record['bytes']} bytes in parts of together {_end(parts)}")
+    end = 0
+    for num_bytes, xxh128 in record.get("parts", []):
+        parts.append(Part(file, end, whole_number(num_bytes), str(xxh128)))
+        end += parts[-1].num_bytes
+    if "parts" in record and record["bytes"] != end:
+        raise ValueError(f"{file}: {record['bytes']} bytes in parts of together {end}")
     return parts
-
-
-def _end(parts: list[Part]) -> int:
-    return parts[-1].begin + parts[-1].num_bytes if parts else 0
 
 
 # ---- the hashes of what each rank wrote ----
 
 
 def write_hashes(folder: Path, of_rank: int, parts: Iterable[Part]) -> Part:
-    """Write the hashes of what a rank has written, see that they can be read, and give the file as a part."""
+    """Write the file of hashes of a rank, and check that it can be read again.
+
+    Args:
+        folder: the checkpoint.
+        of_rank: the rank.
+        parts: the parts that it has written.
+
+    Returns:
+        The file of hashes, as one part.
+    """
     name = f"{HASHES_STEM}{of_rank:05d}.json"
     by_file = {
         file: [[part.begin, part.num_bytes, part.xxh128] for part in of_file]
@@ -176,7 +193,7 @@ def write_hashes(folder: Path, of_rank: int, parts: Iterable[Part]) -> Part:
 
 
 def read_hashes(folder: Path, file: Part) -> list[Part]:
-    """Read the parts that a rank has written, from its file; one that has changed, or is none, is a `DamagedError`."""
+    """Read the parts that a rank has written from its file of hashes; DamagedError: the file has changed."""
     _check_hash(folder, file)
     path = inside(folder, file.file)
     try:
@@ -190,13 +207,14 @@ def read_hashes(folder: Path, file: Part) -> list[Part]:
 
 
 def list_parts(folder: Path, manifest: Manifest) -> list[Part]:
-    """Give all parts of all files in order; a `DamagedError`: the hashes are damaged, or leave something out."""
+    """List all parts of all files in order; DamagedError: a file of hashes is damaged, or some bytes have no hash."""
     parts = [*manifest.parts, *chain(*(read_hashes(folder, file) for file in manifest.files_of_hashes))]
     by_file = {file: list(of_file) for file, of_file in groupby(sorted(parts), key=lambda part: part.file)}
     for file in by_file.keys() | manifest.files.keys():
+        # Each part must begin where the one before ends, and the last end with the file.
         of_file = by_file.get(file, [])
-        begins = [0, *(part.begin + part.num_bytes for part in of_file)]
-        if [*(part.begin for part in of_file), manifest.files.get(file)] != begins:
+        ends = [0, *(part.begin + part.num_bytes for part in of_file)]
+        if [*(part.begin for part in of_file), manifest.files.get(file)] != ends:
             raise DamagedError("parts", "the hashes are not those of the whole file", where=folder / file)
     return [part for of_file in by_file.values() for part in of_file]
 
@@ -205,7 +223,7 @@ def list_parts(folder: Path, manifest: Manifest) -> list[Part]:
 
 
 def write_json(path: Path, text: str) -> None:
-    """Write a JSON file of a checkpoint; a CheckpointError: it is larger than `read_json` takes."""
+    """Write a JSON file of a checkpoint; CheckpointError: it is larger than `read_json` takes."""
     content = text.encode()
     if len(content) > MAX_JSON_BYTES:
         raise CheckpointError(
@@ -219,7 +237,7 @@ def write_json(path: Path, text: str) -> None:
 
 
 def read_json(path: Path) -> Any:
-    """Read a JSON file of a checkpoint; one that is not JSON, or far too large, is a `DamagedError`."""
+    """Read a JSON file of a checkpoint; DamagedError: it is not JSON, or far too large."""
     try:
         if path.stat().st_size > MAX_JSON_BYTES:
             raise ValueError(f"larger than {MAX_JSON_BYTES} bytes")
@@ -229,7 +247,12 @@ def read_json(path: Path) -> Any:
 
 
 def parse_json(content: bytes) -> Any:
-    """Give the values of a JSON text; a ValueError or RecursionError: it is none, or a name stands in it twice."""
+    """Give the value of a JSON text, in which no name of an object may stand twice.
+
+    Raises:
+        ValueError: it is no such text.
+        RecursionError: its objects are nested too deep.
+    """
     return json.loads(content, object_pairs_hook=_without_repetition)
 
 
@@ -243,23 +266,36 @@ def _without_repetition(pairs: list[tuple[str, object]]) -> dict[str, object]:
 def inside(folder: Path, name: str) -> Path:
     """Give the path of a file that a manifest or an index names.
 
-    It is a `DamagedError` if that leads out of the folder, or through a symbolic link, or is no name of a file.
+    Raises:
+        DamagedError: the name leads out of the folder, or through a symbolic link, or is no name of a file.
     """
     relative = PurePosixPath(name)
-    # No file system takes longer names, and to ask for one is an error like that of a broken disk.
-    is_absurd = any(len(part.encode(errors="replace")) > _MAX_NAME_BYTES for part in relative.parts) or "\0" in name
-    # Half of a surrogate pair is a text of JSON, and no name.
-    is_absurd = is_absurd or any("\ud800" <= letter <= "\udfff" for letter in name)
+    # No file system takes longer names: to ask for one raises an error like that of a broken disk.
+    is_too_long = any(len(part.encode(errors="replace")) > _MAX_NAME_BYTES for part in relative.parts)
+    # JSON has these, and no name of a file: a zero, and half of a surrogate pair.
+    has_odd_letters = any(letter == "\0" or "\ud800" <= letter <= "\udfff" for letter in name)
     is_outside = relative.is_absolute() or ".." in relative.parts
-    if is_absurd or is_outside or any((folder / path).is_symlink() for path in (relative, *relative.parents[:-1])):
+    # In this order: to look for a link with an odd name would raise another error.
+    if (
+        is_too_long
+        or has_odd_letters
+        or is_outside
+        or any((folder / path).is_symlink() for path in (relative, *relative.parents[:-1]))
+    ):
         raise DamagedError("outside", "a file name leads out of the checkpoint", where=folder, found=name)
     return folder / relative
 
 
 def check_files(folder: Path, manifest: Manifest, parts: Iterable[Part]) -> None:
-    """Check that every file is there with its size, which is cheap, and the hashes of `parts`.
+    """Check that every file of a manifest is there with its size, and that some parts have their hashes.
 
-    It is a `DamagedError` if a file is missing, shorter, longer or outside, or the content of a part has changed.
+    Args:
+        folder: the checkpoint.
+        manifest: its manifest.
+        parts: the parts whose bytes are read; none: only sizes are compared, which is quick.
+
+    Raises:
+        DamagedError: a file is missing, shorter, longer or outside of the folder, or the bytes of a part have changed.
     """
     for name, num_bytes in manifest.files.items():
         path = inside(folder, name)
@@ -281,7 +317,7 @@ def _check_hash(folder: Path, part: Part) -> None:
 
 
 def is_intact(folder: Path, part: Part) -> bool:
-    """Whether a part is there with its hash, in this process."""
+    """Whether the bytes of a part are there, and have its hash."""
     path = inside(folder, part.file)
     return path.is_file() and _hash(path, part.begin, part.num_bytes) == part.xxh128
 
@@ -297,7 +333,7 @@ def verify(path: Path) -> None:
 
 
 def hash_file(folder: Path, name: str) -> Part:
-    """Give a small file as one part."""
+    """Read and hash a small file, and give it as one part."""
     size = (folder / name).stat().st_size
     return Part(name, 0, size, _hash(folder / name, 0, size))
 

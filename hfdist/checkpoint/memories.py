@@ -1,4 +1,4 @@
-"""Which ranks share a folder, and parts of files on their way between ranks that do not.
+"""Memories: folders that some ranks share and others do not see, and how parts of files travel between them.
 
 A checkpoint on the disk is one folder for all ranks. A replica in memory has a folder on each machine:
 
@@ -24,9 +24,11 @@ from hfdist.collectives import on_all_ranks, rank, world_size
 from hfdist.control_group import ControlGroup
 
 _CHUNK_BYTES = 4 * 2**20
+"""The most bytes that travel as one message."""
 _MOST_UNDER_WAY = 16
 """Chunks of one rank that are sent or awaited at a time."""
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+"""A text that tells machines apart, even where several have the same name."""
 
 
 class Transfer(NamedTuple):
@@ -39,14 +41,14 @@ class Transfer(NamedTuple):
 
 @dataclass(frozen=True)
 class Memories:
-    """Which ranks share a folder. The machine after another is the next one; after the last comes the first."""
+    """Which ranks share a folder. Folders have numbers in the order of their first ranks, and stand in a ring."""
 
     of_rank: tuple[int, ...]
-    """Number of each rank's folder; folders are counted in the order of their first ranks."""
+    """Number of the folder of each rank, by rank."""
 
     @classmethod
     def shared(cls) -> Memories:
-        """One folder for all ranks, as on a shared disk."""
+        """Give one folder for all ranks, as on a shared disk."""
         return cls((0,) * world_size())
 
     @classmethod
@@ -55,7 +57,7 @@ class Memories:
 
         def identify() -> str:
             status = folder.stat()
-            # Containers of one machine have one boot id, and file systems of different numbers.
+            # Containers of one machine have the same boot id; the device number tells their file systems apart.
             machine = _BOOT_ID.read_text(encoding="ascii") if _BOOT_ID.is_file() else platform.node()
             return f"{machine.strip()} {status.st_dev} {status.st_ino}"
 
@@ -65,45 +67,56 @@ class Memories:
 
     @property
     def count(self) -> int:
-        """How many folders there are."""
+        """Number of folders."""
         return max(self.of_rank) + 1
 
     @property
     def own(self) -> int:
-        """The number of this rank's folder."""
+        """Number of this rank's folder."""
         return self.of_rank[rank()]
 
     def ranks(self, memory: int) -> list[int]:
-        """Give the ranks that share a folder; the first makes it."""
-        return [number for number, own in enumerate(self.of_rank) if own == memory]
+        """Give the ranks that share the folder of this number, in order."""
+        return [number for number, its_memory in enumerate(self.of_rank) if its_memory == memory]
 
     @property
     def leads(self) -> bool:
-        """Whether this rank makes, names and removes the folder that it shares."""
+        """Whether this rank is the first that shares its folder: it makes, names and removes the folder."""
         return rank() == self.ranks(self.own)[0]
 
     def held(self) -> list[int]:
         """Give the ranks whose shares are kept in this rank's folder."""
-        return [number for number, own in enumerate(self.of_rank) if own in {self.own, (self.own - 1) % self.count}]
+        kept = {self.own, (self.own - 1) % self.count}
+        return [number for number, memory in enumerate(self.of_rank) if memory in kept]
 
     def list_for_all(self, parts: Sequence[Sequence[Part]]) -> list[Transfer]:
-        """Give how each folder gets what every one keeps: parts by the rank that has written them."""
+        """List the transfers by which all folders get the same parts.
+
+        Args:
+            parts: for each rank, the parts that it has written.
+        """
         leaders = [self.ranks(memory)[0] for memory in range(self.count)]
-        return [
-            Transfer(part, sender, leader)
-            for sender, own in enumerate(parts)
-            for memory, leader in enumerate(leaders)
-            for part in own
-            if memory != self.of_rank[sender]
-        ]
+        transfers = []
+        for sender, of_sender in enumerate(parts):
+            for leader in leaders:
+                if self.of_rank[leader] != self.of_rank[sender]:
+                    transfers += [Transfer(part, sender, leader) for part in of_sender]
+        return transfers
 
     def list_spread(self, shares: Sequence[Sequence[Part]]) -> list[Transfer]:
-        """Give how each folder gets the shares of the machine before: parts by the rank that has written them."""
-        transfers = []
-        for memory in range(self.count if self.count > 1 else 0):
+        """List the transfers by which each folder gets the shares of the ranks of the one before.
+
+        Args:
+            shares: for each rank, the parts that it has written.
+        """
+        transfers: list[Transfer] = []
+        if self.count == 1:
+            return transfers
+        for memory in range(self.count):
             receivers = self.ranks((memory + 1) % self.count)
             for index, sender in enumerate(self.ranks(memory)):
-                transfers += [Transfer(part, sender, receivers[index % len(receivers)]) for part in shares[sender]]
+                receiver = receivers[index % len(receivers)]
+                transfers += [Transfer(part, sender, receiver) for part in shares[sender]]
         return transfers
 
 
@@ -111,59 +124,79 @@ def move_parts(folder: Path, transfers: Sequence[Transfer], group: ControlGroup 
     """Copy parts between the ranks' folders, which hold all files at their full size. A collective.
 
     Args:
-        folder: of this rank.
-        transfers: of all ranks, in the same order on each.
-        group: None: there is one process.
+        folder: this rank's folder.
+        transfers: the transfers of all ranks, in the same order on each.
+        group: the group of the thread that calls this; None: there is one process.
+
+    Raises:
+        CheckpointError: a file cannot be read or written; on all ranks alike.
     """
-    on_all_ranks(lambda: _move(folder, transfers, group), group)
+    on_all_ranks(lambda: _Mover(folder, group).move(transfers), group)
 
 
-def _move(folder: Path, transfers: Sequence[Transfer], group: ControlGroup | None) -> None:
-    failure: OSError | None = None
-    pairs = None if group is None else group.pairs
-    number = 0
-    # Begun in the same order on both sides, so that the oldest of all transfers is always under way on both.
-    under_way: deque[tuple[dist.Work, torch.Tensor, Path | None, int]] = deque()
+class _Chunk(NamedTuple):
+    """A chunk of a file that travels."""
 
-    def end_oldest() -> OSError | None:
-        work, data, path, begin = under_way.popleft()
-        work.wait()
-        try:
-            if path is not None:
-                _write(path, data.numpy().data, begin)
-        except OSError as error:
-            return error
-        return None
+    work: dist.Work
+    data: torch.Tensor
+    path: Path
+    begin: int
+    is_received: bool
 
-    for part, sender, receiver in transfers:
-        chunks = range(part.begin, part.begin + part.num_bytes, _CHUNK_BYTES)
-        number += len(chunks)
-        if rank() not in (sender, receiver):
-            continue
-        for tag, begin in enumerate(chunks, start=number - len(chunks)):
-            data = torch.zeros(min(_CHUNK_BYTES, part.begin + part.num_bytes - begin), dtype=torch.uint8)
-            if rank() == sender:
-                try:
-                    # If a file has become shorter, zeros are sent in place of the rest, and the hash shows it.
-                    _read(folder / part.file, data.numpy().data, begin)
-                except OSError as error:
-                    # The peer waits for what was announced: the failure is told when all has travelled.
-                    failure = failure or error
-                work = dist.isend(data, receiver, pairs, tag)
-            else:
-                work = dist.irecv(data, sender, pairs, tag)
-            assert work is not None  # this rank is in the group
-            under_way.append((work, data, folder / part.file if rank() == receiver else None, begin))
-            if len(under_way) >= _MOST_UNDER_WAY:
-                failure = end_oldest() or failure
-    while under_way:
-        failure = end_oldest() or failure
-    if failure is not None:
-        raise failure
+
+class _Mover:
+    """This rank's end of transfers. Both ends begin them in the same order, so that none waits for a later one."""
+
+    def __init__(self, folder: Path, group: ControlGroup | None) -> None:
+        self._folder, self._pairs = folder, None if group is None else group.pairs
+        self._under_way: deque[_Chunk] = deque()
+        self._failure: OSError | None = None
+        """The first failure: it is raised when all has travelled, as the other end waits for what was announced."""
+
+    def move(self, transfers: Sequence[Transfer]) -> None:
+        """Send and receive all chunks of this rank; OSError: a file cannot be read or written."""
+        first_tag = 0
+        for part, sender, receiver in transfers:
+            begins = range(part.begin, part.begin + part.num_bytes, _CHUNK_BYTES)
+            if rank() in (sender, receiver):
+                for tag, begin in enumerate(begins, start=first_tag):
+                    num_bytes = min(_CHUNK_BYTES, part.begin + part.num_bytes - begin)
+                    self._under_way.append(self._begin(part.file, begin, num_bytes, sender, receiver, tag))
+                    if len(self._under_way) >= _MOST_UNDER_WAY:
+                        self._end_oldest()
+            # All ranks count the chunks of all, so that both ends know a chunk by the same tag.
+            first_tag += len(begins)
+        while self._under_way:
+            self._end_oldest()
+        if self._failure is not None:
+            raise self._failure
+
+    def _begin(self, file: str, begin: int, num_bytes: int, sender: int, receiver: int, tag: int) -> _Chunk:
+        # A file that has become shorter leaves zeros, whose hash is another.
+        path, data = self._folder / file, torch.zeros(num_bytes, dtype=torch.uint8)
+        if rank() == sender:
+            try:
+                _read(path, data.numpy().data, begin)
+            except OSError as error:
+                self._failure = self._failure or error
+            work = dist.isend(data, receiver, self._pairs, tag)
+        else:
+            work = dist.irecv(data, sender, self._pairs, tag)
+        assert work is not None  # this rank is in the group
+        return _Chunk(work, data, path, begin, is_received=rank() == receiver)
+
+    def _end_oldest(self) -> None:
+        chunk = self._under_way.popleft()
+        chunk.work.wait()
+        if chunk.is_received:
+            try:
+                _write(chunk.path, chunk.data.numpy().data, chunk.begin)
+            except OSError as error:
+                self._failure = self._failure or error
 
 
 def _read(path: Path, data: memoryview, position: int) -> None:
-    # Each time anew: a process may have only so many files open, and one more call costs nothing beside a chunk.
+    # Opened for each chunk: a process may have only so many files open, and one more call costs nothing beside a chunk.
     with path.open("rb", buffering=0) as file:
         os.preadv(file.fileno(), [data], position)
 

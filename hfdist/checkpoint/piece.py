@@ -1,4 +1,4 @@
-"""A piece: what one rank holds of one named tensor. The common language of engines and checkpoints."""
+"""`Piece`: the elements of one named tensor that one rank holds. Engines list pieces, and checkpoints save them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 WEIGHT = "weight"
-"""The key of a parameter's value; other keys are the optimizer's, such as `exp_avg`."""
+"""The key of a parameter's value; other keys are those of the optimizer's state, such as `exp_avg`."""
 
 MASTER = "master"
 """The key of a float32 copy that the optimizer updates where the weights themselves are bfloat16 or float16."""
@@ -18,23 +18,23 @@ STEP = "step"
 """The key of the optimizer's step count: a tensor of shape (), kept in JSON."""
 
 NUMBER = "#"
-"""What the keys of all other numbers of the optimizer begin with; they are kept in JSON, too."""
+"""Begin of the keys of all other single numbers of the optimizer; they are kept in JSON, too."""
 
 TRAINED = f"{NUMBER}trained"
-"""The key of a number that is always 1, of parameters for which the optimizer keeps no other."""
+"""The key of a number that is always 1, for a trained parameter of which the optimizer keeps no other number."""
 
 OPTIONAL = "+"
-"""What the keys begin with of what a run can do without: it is read where this run has it in the same shape."""
+"""Begin of the keys of tensors that a run can do without: they are read if the checkpoint has them in this shape."""
 
 
 def is_number(key: str) -> bool:
-    """Whether a key is that of one number of a parameter, which all who hold a part of it have."""
+    """Whether a key is that of a single number of a parameter, which each rank that holds a part of it has, too."""
     return key == STEP or key.startswith(NUMBER)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Piece:
-    """A run of a named tensor, or equal runs at equal distances, as this rank holds it.
+    """Elements of a named tensor that this rank holds: one run of them, or equal runs at equal distances.
 
     Rows of a matrix are one run. A part of its columns is one run in each row:
 
@@ -49,26 +49,27 @@ class Piece:
     name: str
     """The parameter's name in the Hugging Face model."""
     key: str
-    """`WEIGHT`, `MASTER`, `STEP`, another number's, or another key of the optimizer's state."""
+    """What the tensor is of the parameter: `WEIGHT`, `MASTER`, `STEP` or another key of the optimizer's state."""
     shape: tuple[int, ...]
     """Shape of the whole tensor."""
     start: int
-    """First element, counted in the flattened whole tensor."""
+    """Index of the first element in the flattened whole tensor."""
     view: torch.Tensor
     """This rank's elements, in order; any shape that flattens without a copy."""
     run: int = 0
     """Elements of each run; 0: all are one run."""
     pitch: int = 0
-    """Elements from the start of a run to that of the next; divides the whole tensor, and each row holds one run."""
+    """Elements from the start of a run to that of the next: the length of a row, of which the tensor has whole ones."""
     set_number: Callable[[float], None] | None = None
-    """How to set a number that is no tensor where it is used; `view` is a copy of it."""
+    """Sets a number that is no tensor where the optimizer uses it; `view` is a copy of it. None: `view` is live."""
 
     @property
     def stop(self) -> int:
-        """One past the last element."""
+        """Index after the last element in the flattened whole tensor."""
         if not self.run:
             return self.start + self.view.numel()
-        return self.start + (self.view.numel() // self.run - 1) * self.pitch + self.run
+        num_runs = self.view.numel() // self.run
+        return self.start + (num_runs - 1) * self.pitch + self.run
 
     @property
     def total(self) -> int:
@@ -82,7 +83,13 @@ class Piece:
 
 
 def view_rows(elements: torch.Tensor, run: int, pitch: int) -> torch.Tensor:
-    """View runs of `run` elements every `pitch` as rows; the first begins with the 1-D tensor, the last ends it."""
+    """View runs of elements as rows of a matrix.
+
+    Args:
+        elements: a 1-D tensor from the first element of the first run to the last element of the last one.
+        run: elements of each run; 0: all are one run.
+        pitch: elements from the start of a run to that of the next.
+    """
     if not run:
         return elements[None]
     return elements.unfold(0, run, pitch)

@@ -1,4 +1,7 @@
-"""Random number generators of one rank: torch (CPU and its GPU), numpy and Python, as plain tensors and JSON."""
+"""The states of a rank's random number generators in a checkpoint: those of torch, of its GPU, numpy and Python.
+
+Each rank has a safetensors file of its own: the words of each generator are a tensor, and single numbers are JSON.
+"""
 
 from __future__ import annotations
 
@@ -21,15 +24,16 @@ _NUMPY_WORDS = 624
 """Number of words in the state of numpy's Mersenne twister."""
 
 RANDOM_STEM = "training_state/rng-"
+"""Begin of the names of these files."""
 
 
 def random_file(of_rank: int) -> str:
-    """Name of a rank's file within a checkpoint."""
+    """Give the name of a rank's file within a checkpoint."""
     return f"{RANDOM_STEM}{of_rank:05d}.safetensors"
 
 
 class RandomState:
-    """Where this rank's generators stand now. Taking it costs nothing, and it can be written later."""
+    """The states of this rank's generators at the moment when it is made; it can be written later."""
 
     def __init__(self) -> None:
         self._torch = torch.get_rng_state()
@@ -53,18 +57,24 @@ class RandomState:
 
 
 def restore_random_state(checkpoint: Path) -> bool:
-    """Set this rank's generators to where `checkpoint` left them, and say whether it was done. A collective.
+    """Set this rank's generators to the states in a checkpoint. A collective.
 
-    With another number of processes than at the save no rank is touched: the generators of ranks that come or go have
-    no meaning. A damaged file is a `CheckpointError`.
+    If another number of processes has saved it, all generators stay as they are: the states of ranks that come or go
+    have no meaning.
+
+    Returns:
+        Whether the generators were set.
+
+    Raises:
+        CheckpointError: a file is damaged; on all ranks alike.
     """
 
-    def count() -> list[int | bool]:
-        names = {name for name in read_manifest(checkpoint).files if name.startswith(RANDOM_STEM)}
-        return [len(names), names == {random_file(index) for index in range(world_size())}]
+    def list_files() -> list[str]:
+        return [name for name in read_manifest(checkpoint).files if name.startswith(RANDOM_STEM)]
 
-    num_processes, is_of_as_many = on_rank_zero(count)
-    if not is_of_as_many:
+    files = on_rank_zero(list_files)
+    num_processes = len(files)
+    if set(files) != {random_file(index) for index in range(world_size())}:
         logger.info("random generators start afresh: %s was saved by %d processes", checkpoint, num_processes)
         return False
     on_all_ranks(lambda: _restore(inside(checkpoint, random_file(rank()))))
@@ -72,13 +82,14 @@ def restore_random_state(checkpoint: Path) -> bool:
 
 
 def _restore(path: Path) -> None:
+    """Set this process's generators to the states in a file; DamagedError: it does not have them."""
     try:
         with safe_open(path, framework="pt") as file:
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # not a dict
             rest = json.loads(file.metadata()["rest"])
         position, has_gauss, cached_gauss = rest["numpy"]
         if not 0 <= position <= _NUMPY_WORDS or len(tensors["numpy"]) != _NUMPY_WORDS:
-            # numpy takes any position, and reads there.
+            # numpy takes any position, and would read outside of its memory.
             raise ValueError(f"numpy's position is {position}")
         version, python_gauss = rest["python"]
         torch.set_rng_state(tensors["torch"])

@@ -1,4 +1,4 @@
-"""Loading: every rank reads the elements of its own layout into the views where they are used."""
+"""Loading a checkpoint of any layout: each rank reads the elements that its own layout wants into its live tensors."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 
 class ByteRange(NamedTuple):
-    """Bytes of a file, from `begin` to before `end`."""
+    """Bytes of a file, from offset `begin` to before `end`."""
 
     file: Path
     begin: int
@@ -40,23 +40,26 @@ def read_checkpoint(
     fetch: Callable[[list[ByteRange]], None] | None = None,
     names: HubNames | None = None,
 ) -> dict[str, Any]:
-    """Fill the views of `pieces` and give back the `state` that was saved. A collective.
+    """Read the tensors and numbers of a checkpoint into pieces. A collective.
 
-    Any layout reads any checkpoint. Float32 copies are read from the weights where the checkpoint has none, and
-    weights without copies from the copies where it has some, so the best precision that was saved is used. What is
-    `OPTIONAL` stays as it is where the checkpoint has none of the same shape.
+    Float32 copies are read from the weights where the checkpoint has no copies, and weights without copies from the
+    copies where it has some, so that the best saved precision is used. An `OPTIONAL` tensor stays as it is where the
+    checkpoint has none of the same shape.
 
     Args:
         path: a checkpoint; its hashes are not checked again here (`find_newest` and `verify` do that).
-        pieces: where this rank wants what; between them the ranks must want exactly what was saved.
-        fetch: called on all ranks with what each is about to read, if it may not be there yet.
-        names: the tensors of the model's files, where those are not its own.
+        pieces: the pieces of this rank, whose views are filled. Those of all ranks together must be all that was saved.
+        fetch: called on all ranks with the bytes that each is about to read, if they may not be there yet.
+        names: names of the tensors in the model's files, where they differ from those of the model.
+
+    Returns:
+        The `state` that was saved.
 
     Raises:
-        CheckpointError: an unfinished or damaged checkpoint, or one of another model, other trainable parameters or
-            another type; with the names, and on all ranks alike.
+        CheckpointError: the checkpoint is unfinished or damaged, or is one of another model, other trainable parameters
+            or another type; with the names, and on all ranks alike.
     """
-    # Once for all ranks: thousands would open thousands of files for their headers.
+    # Rank 0 reads for all: thousands of ranks would each open thousands of files for their headers.
     saved = Saved.from_json(path, on_rank_zero(lambda: open_saved(path, read_manifest(path)).to_json(path)))
     reading = _Reading(saved, names)
     own: list[Region] = []
@@ -80,26 +83,32 @@ class _Reading:
 
     def __init__(self, saved: Saved, names: HubNames | None) -> None:
         self.names = _names_in(saved, names)
-        """The tensors of the model's files, as the checkpoint has them."""
+        """Names of the tensors in the model's files, as this checkpoint has them."""
         self.tensors: list[Piece] = []
+        """The pieces that are read from files of tensors."""
         self.numbers: list[Piece] = []
+        """The pieces that are read from JSON, such as step counts."""
 
     def regions_of(self, pieces: Iterable[Piece]) -> list[Region]:
-        """Give the regions of the wanted pieces."""
+        """Take the pieces that this rank wants, and give their regions."""
         for piece in hub_pieces(pieces, self.names):
             (self.numbers if is_number(piece.key) else self.tensors).append(piece)
         return regions_of([*self.tensors, *self.numbers])
 
 
 def _names_in(saved: Saved, names: HubNames | None) -> HubNames | None:
-    """Give the names that a checkpoint has: it may be older than those of the files, or of another start's."""
+    """Choose the names that most of a checkpoint's weights have: a run of other files may have written it."""
     if names is None:
         return None
-    return max((names, *names.others), key=lambda one: sum((name, WEIGHT) in saved.entries for name in one.shapes))
+
+    def num_found(candidate: HubNames) -> int:
+        return sum((name, WEIGHT) in saved.entries for name in candidate.shapes)
+
+    return max((names, *names.others), key=num_found)
 
 
 def _usable(saved: Saved, wanted: dict[TensorId, TensorSpec]) -> set[TensorId]:
-    """List what is saved just as it is wanted."""
+    """Give the tensors that were saved in the shape in which they are wanted."""
     return {
         tensor
         for tensor, spec in wanted.items()
@@ -114,11 +123,17 @@ def _list_keys(tensors: Iterable[TensorId]) -> str:
 def _match(
     path: Path, saved: Saved, wanted: dict[TensorId, TensorSpec], names: HubNames | None
 ) -> dict[TensorId, Entry]:
-    """Say from which entry each wanted tensor is read; everything saved must be wanted and the other way round."""
+    """Give the entry from which each wanted tensor is read.
+
+    Raises:
+        CheckpointError: something wanted was not saved, or something saved is not wanted, or has another shape or type.
+    """
     sources: dict[TensorId, Entry] = {}
     missing, mismatched = [], []
+    # The optimizer has a number for each parameter that it steps.
     trained = {name for name, key in wanted if is_number(key)}
-    trained |= set() if names is None else names.names_of(trained)
+    if names is not None:
+        trained |= names.names_of(trained)
     for (name, key), spec in wanted.items():
         if is_number(key):
             if (name, key) not in saved.numbers:
@@ -153,17 +168,21 @@ def _match(
 
 
 def _source(saved: Saved, wanted: dict[TensorId, TensorSpec], name: str, key: str) -> Entry | None:
-    """Give the entry that a tensor is read from; None: there is none.
+    """Give the entry from which a tensor is read; None: there is none.
 
-    Float32 copies and weights stand in for each other, copies first.
+    Float32 copies and weights stand in for each other, copies first. A weight with a wanted copy is read as it is.
     """
-    if key == MASTER or (key == WEIGHT and (name, MASTER) not in wanted):
-        return saved.entries.get((name, MASTER)) or saved.entries.get((name, WEIGHT))
-    return saved.entries.get((name, key))
+    has_stand_in = key == MASTER or (key == WEIGHT and (name, MASTER) not in wanted)
+    if has_stand_in and (name, MASTER) in saved.entries:
+        return saved.entries[name, MASTER]
+    return saved.entries.get((name, WEIGHT if has_stand_in else key))
 
 
 def _fits(wanted: dict[TensorId, TensorSpec], trained: set[str], spec: TensorSpec, saved: torch.dtype) -> bool:
-    """Types may only change without loss, except for weights that are rounded in this layout by design."""
+    """Whether a saved type may become that of a wanted tensor.
+
+    Only without loss; except for weights that this layout rounds by design: those with a float32 copy, or not trained.
+    """
     own = DTYPES[spec.dtype]
     if saved == own:
         return True
@@ -175,6 +194,7 @@ def _fits(wanted: dict[TensorId, TensorSpec], trained: set[str], spec: TensorSpe
 
 
 def _range_of(piece: Piece, entry: Entry) -> ByteRange:
+    """Give the bytes from the first to the last element of a piece."""
     size = entry.dtype.itemsize
     return ByteRange(entry.path, entry.begin + piece.start * size, entry.begin + piece.stop * size)
 
@@ -185,7 +205,7 @@ def _fill(pieces: list[Piece], sources: dict[TensorId, Entry]) -> None:
     by_file: dict[Path, list[Piece]] = {}
     for piece in pieces:
         by_file.setdefault(sources[piece.name, piece.key].path, []).append(piece)
-    # One after the other: a process may have only so many open.
+    # One file after the other: a process may have only so many open.
     for path, of_file in by_file.items():
         with path.open("rb", buffering=0) as file:
             for piece in of_file:
@@ -199,12 +219,17 @@ def _fill(pieces: list[Piece], sources: dict[TensorId, Entry]) -> None:
 
 
 def _set_numbers(pieces: list[Piece], numbers: dict[TensorId, float]) -> None:
-    """Set step counts and the like. Parameters that share one (ZeRO's groups) get the largest of theirs."""
+    """Set step counts and other numbers.
+
+    Parameters that share one number in memory, as in ZeRO's groups, get the largest of those that were saved for them.
+    """
+    # Largest number by the address of its tensor.
     largest: dict[int, float] = {}
     for piece in pieces:
-        number, place = numbers[piece.name, piece.key], piece.view.data_ptr()
-        largest[place] = max(number, largest.get(place, number))
+        saved, address = numbers[piece.name, piece.key], piece.view.data_ptr()
+        largest[address] = max(saved, largest.get(address, saved))
     for piece in pieces:
-        piece.view.fill_(largest[piece.view.data_ptr()])
+        number = largest[piece.view.data_ptr()]
+        piece.view.fill_(number)
         if piece.set_number is not None:
-            piece.set_number(largest[piece.view.data_ptr()])
+            piece.set_number(number)

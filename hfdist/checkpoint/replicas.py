@@ -1,7 +1,11 @@
 """Replicas in memory: the newest state of a run, in the format of a checkpoint, in a folder on each machine.
 
-The folder holds the shares of the machine's own ranks and those of the machine before it. So it outlives processes, and
-what a machine has lost lies on the next one. A replica counts if each of its parts is somewhere with the right hash.
+    machine A    small files    shares of the ranks of A    shares of the ranks of C
+    machine B    small files    shares of the ranks of B    shares of the ranks of A
+    machine C    small files    shares of the ranks of C    shares of the ranks of B
+
+The folders outlive the processes, and a replica outlives the loss of one machine. It counts if each of its parts is on
+some machine with the right hash.
 """
 
 from __future__ import annotations
@@ -17,6 +21,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
+from typing import NamedTuple
 
 import psutil
 
@@ -47,24 +52,43 @@ from hfdist.units import list_first, size
 logger = logging.getLogger(__name__)
 
 NAMES_FILE = "replicas.json"
-"""File in the run's folder of checkpoints: which folders in memory are its own."""
+"""File in the run's folder of checkpoints: the names of the run and of its line, which make the name of the folder."""
 _HELD = "held.json"
-"""File in a replica: the numbers of the parts that this machine holds, as `list_parts` gives them."""
+"""File in a replica: which parts this machine has, as indices of what `list_parts` gives."""
 _HEX_NAME = re.compile("[0-9a-f]{16}")
+
+
+class _Names(NamedTuple):
+    """The two halves of the name of a folder of replicas, each a random word."""
+
+    run: str
+    line: str
+
+
+class _Checked(NamedTuple):
+    """What a rank has found in its share of a replica. It travels as a list of these values."""
+
+    num_parts: int
+    """Parts of the whole replica; 0: this machine has nothing of it."""
+    good: list[int]
+    """Indices of the parts that this rank has read, and that have their hash."""
+    damaged: list[str]
+    """Descriptions of the parts that have not."""
 
 
 class Replicas:
     """The replicas of one run. All ranks make it and call its methods together.
 
-    Only the line that was begun last counts: each start begins one, and so does a run that goes back. A replica that
-    comes to light later, on a machine that was away, is of another line, and nobody takes it for the run's state.
+    A line is the replicas from a start of the run to the next start, or until the run goes back. Only the line that was
+    begun last counts. A replica that comes to light later, on a machine that was away, is of another line, and nobody
+    takes it for the run's state.
 
     Args:
         memory: a folder in the memory of each machine, such as /dev/shm.
         checkpoints: the run's folder of checkpoints, on a disk that all machines share.
 
     Raises:
-        ConfigError: somebody else could write there.
+        ConfigError: somebody else could write into the folder of replicas.
     """
 
     def __init__(self, memory: Path, checkpoints: Path) -> None:
@@ -72,28 +96,32 @@ class Replicas:
         self._checkpoints = checkpoints
         on_all_ranks(lambda: _make_private(self._base))
         self._memories = Memories.find(self._base)
-        self._run, line = on_rank_zero(self._read_names)
-        self.folder = self._base / f"{self._run}-{line}"
+        names = _Names(*on_rank_zero(self._read_names))
+        self._run = names.run
+        self.folder = self._base / f"{names.run}-{names.line}"
         """Folder of the line that was begun last."""
         self._held: list[set[int]] = []
-        """Numbers of the parts of the replica that was found, by memory."""
+        """Indices of the parts of the replica that was found, for each memory that has them."""
         self.has_written = False
-        """Whether a replica was written; then there is room for two."""
+        """Whether this object has written a replica. The memory then had room for two."""
         self.passed_over: list[str] = []
-        """What is wrong with replicas that `find` did not take, and on which machine; the same on all ranks."""
+        """Damage of the replicas that `find` did not take, as text with the rank; the same on all ranks."""
 
     # ---- which replicas are the run's ----
 
-    def _read_names(self) -> list[str]:
+    def _read_names(self) -> _Names:
+        """Read the names in the run's folder; new ones, if there are none."""
+        # Without the file, or with a damaged one, the run has no replicas.
         with suppress(OSError, CheckpointError, KeyError, TypeError):
             content = read_json(self._checkpoints / NAMES_FILE)
-            names = [str(content["run"]), str(content["line"])]
-            # Not of a copy of the run's folder.
+            names = _Names(str(content["run"]), str(content["line"]))
+            # A copy of the run's folder has another inode: the replicas are not those of the copy.
             if all(map(_HEX_NAME.fullmatch, names)) and content["inode"] == self._checkpoints.stat().st_ino:
                 return names
-        return [secrets.token_hex(8), secrets.token_hex(8)]
+        return _Names(secrets.token_hex(8), secrets.token_hex(8))
 
-    def _write_names(self) -> str:
+    def _begin_names(self) -> str:
+        """Write names with a new line, and give the name of the line."""
         self._checkpoints.mkdir(parents=True, exist_ok=True)
         line = secrets.token_hex(8)
         content = {"run": self._run, "line": line, "inode": self._checkpoints.stat().st_ino}
@@ -101,38 +129,45 @@ class Replicas:
         return line
 
     def begin_line(self, start: Path | None) -> Path | None:
-        """Begin a line with `start`, if that is a replica, and remove all others; give the place of `start` then."""
-        is_replica = start is not None and self.holds(start)
-        line = on_rank_zero(self._write_names)
-        before, self.folder = self.folder, self._base / f"{self._run}-{line}"
+        """Begin a new line, and remove the older ones.
+
+        Args:
+            start: what the run goes on from: a checkpoint, or a replica, which is moved to the new line; None: nothing.
+
+        Returns:
+            The path of `start` from now on.
+        """
+        replica = start if start is not None and self.holds(start) else None
+        line = on_rank_zero(self._begin_names)
+        self.folder = self._base / f"{self._run}-{line}"
 
         def move() -> None:
             if not self._memories.leads:
                 return
             self.folder.mkdir(mode=0o700)
-            if start is not None and is_replica:
-                (before / start.name).rename(self.folder / start.name)
+            if replica is not None:
+                replica.rename(self.folder / replica.name)
             for other in self._base.glob(f"{self._run}-*"):
                 if other != self.folder:
                     shutil.rmtree(other, ignore_errors=True)
 
         on_all_ranks(move)
-        return self.folder / start.name if start is not None and is_replica else start
+        return start if replica is None else self.folder / replica.name
 
     def holds(self, checkpoint: Path) -> bool:
-        """Whether a path is one of a replica of this line."""
+        """Whether a path is that of a replica of this line."""
         return checkpoint.parent == self.folder
 
     def give_up(self, checkpoint: Path) -> None:
-        """Remove what this machine has of a replica that cannot be read: the next start is from elsewhere."""
+        """Remove this machine's files of a replica that cannot be read, so that the next start is from elsewhere."""
         shutil.rmtree(checkpoint, ignore_errors=True)
 
     def remove(self) -> None:
-        """Remove all: the run has ended, and what it needs is on the disk."""
+        """Remove the replicas of a run that has ended: its checkpoints are on the disk."""
         if self._memories.leads:
             shutil.rmtree(self.folder, ignore_errors=True)
             with suppress(OSError):
-                # Not if other runs use it.
+                # The folder is not empty if other runs use it, too.
                 self._base.rmdir()
         if rank() == 0:
             (self._checkpoints / NAMES_FILE).unlink(missing_ok=True)
@@ -140,11 +175,20 @@ class Replicas:
     # ---- writing ----
 
     def write(self, step: int, contents: Contents, group: ControlGroup | None) -> int:
-        """Write a replica, and remove the one before; give its bytes. May be called in a thread, with its own group.
+        """Write a replica, and then remove the one before.
+
+        Args:
+            step: number of optimizer steps that the state has done.
+            contents: what this rank writes.
+            group: the group of the thread that calls this; None: there is one process.
+
+        Returns:
+            Bytes of the tensor files of all ranks.
 
         Raises:
-            CheckpointError, NumericsError: as of `write_folder`.
-            ResourceError: the memory has no room; of the first, if there is none for two.
+            CheckpointError: files cannot be written.
+            NumericsError: a trained parameter or its state is not finite.
+            ResourceError: the memory has no room for it; or, at the first replica, none for a second one.
         """
         path = self.folder / step_name(step)
 
@@ -179,20 +223,28 @@ class Replicas:
                 found=error.found,
                 hint="checkpoint.replicate_every=null, or a larger folder in memory for checkpoint.replicate_dir",
             ) from error
-        # The replica before stays until now, for a machine that had not come so far.
+        # Only now, as all machines have the new one.
         on_all_ranks(remove_others, group)
         self.has_written = True
         return contents.plan.num_bytes
 
     def _list_held(self, unfinished: Path, manifest: Manifest, parts: list[Part]) -> list[int]:
-        """Numbers of the parts that this machine has got: what each one gets, and the shares that it keeps."""
+        """List the indices of the parts that this machine has: common ones, and those of the ranks that it keeps."""
         ranks = self._memories.held()
-        own = {random_file(number) for number in ranks}
+        random_files = {random_file(number) for number in ranks}
         shares = {part for number in ranks for part in read_hashes(unfinished, manifest.files_of_hashes[number])}
-        return [n for n, part in enumerate(parts) if part in shares or part.file in own or _is_everywhere(part)]
+        return [
+            index
+            for index, part in enumerate(parts)
+            if part in shares or part.file in random_files or _is_everywhere(part)
+        ]
 
     def _check_room(self, num_bytes: int) -> None:
-        # While the next replica is written, this one stays.
+        """Refuse a memory without room for another replica of this size, as the next is written while this one stays.
+
+        Raises:
+            ResourceError: there is no such room.
+        """
         free = min(shutil.disk_usage(self._base).free, psutil.virtual_memory().available)
         if free < num_bytes:
             found = f"{2 * num_bytes:,} bytes needed for two on this machine, {num_bytes + free:,} bytes free"
@@ -201,24 +253,34 @@ class Replicas:
     # ---- finding ----
 
     def find(self, at_least: int) -> Path | None:
-        """Give the newest replica of step `at_least` or later of which each part is somewhere, verified; or None.
+        """Find the newest replica of which each part is on some machine, and verify it.
 
-        Each machine gets its small files, if they were lost there; `fetch` gets the tensors.
+        Each machine gets the small files that it has lost; `fetch` gets the tensors.
+
+        Args:
+            at_least: the oldest step that is of use.
+
+        Returns:
+            The path of the replica; None: there is none.
         """
         self.passed_over = []
-        listed = [{(step, digest) for step, digest in of_rank} for of_rank in on_all_ranks(self._list)]
-        of_memory = [listed[self._memories.ranks(memory)[0]] for memory in range(self._memories.count)]
-        for step, digest in sorted(set().union(*of_memory), reverse=True):
+        listed = on_all_ranks(self._list)
+        # Those of the first rank of each memory: the others list nothing.
+        by_memory = [
+            {(step, digest) for step, digest in listed[self._memories.ranks(memory)[0]]}
+            for memory in range(self._memories.count)
+        ]
+        for step, digest in sorted(set().union(*by_memory), reverse=True):
             if step < at_least:
                 break
-            holders = [number for number, replicas in enumerate(of_memory) if (step, digest) in replicas]
+            holders = [memory for memory, replicas in enumerate(by_memory) if (step, digest) in replicas]
             path = self.folder / step_name(step)
             if not self._verify(path, holders):
                 continue
             try:
                 self._lay_out(path, holders)
                 parts = list_parts(path, read_manifest(path))
-                self._bring(path, parts, {number for number, part in enumerate(parts) if _is_small(part)})
+                self._bring(path, parts, {index for index, part in enumerate(parts) if _is_needed_first(part)})
             except (HfdistError, OSError) as error:
                 # All ranks have raised, each in its own words.
                 self.passed_over.append(f"{path.name}: {gather_json(str(error))[0]}")
@@ -227,7 +289,7 @@ class Replicas:
         return None
 
     def _list(self) -> list[tuple[int, str]]:
-        """Step and hash of each replica that this machine has; on the first rank of the machine."""
+        """List step and manifest's hash of each replica that this machine has; on other ranks than its first none."""
         if not self._memories.leads or not self.folder.is_dir():
             return []
         remove_unfinished(self.folder)
@@ -243,37 +305,46 @@ class Replicas:
         return replicas
 
     def _verify(self, path: Path, holders: Sequence[int]) -> bool:
-        """Hash what the machines hold, shared among their ranks, and say whether each part is somewhere."""
+        """Check all parts that the machines in `holders` have, and say whether each part is on some machine.
 
-        def check() -> list[object]:
-            if self._memories.own not in holders:
-                return [0, [], []]
-            parts, own_ranks = list_parts(path, read_manifest(path)), self._memories.ranks(self._memories.own)
-            numbers = [(n, parts[n].num_bytes, range(len(own_ranks))) for n in _read_held(path, len(parts))]
-            own = balance_by_bytes(numbers, len(own_ranks))[own_ranks.index(rank())]
-            good = [number for number in own if _can_be_read(path, parts[number])]
-            return [len(parts), good, [_describe(parts[number]) for number in sorted({*own} - {*good})]]
-
-        checked = on_all_ranks(check)
+        The ranks of a machine share its parts.
+        """
+        checked = [_Checked(*values) for values in on_all_ranks(lambda: self._check_share(path, holders))]
         self._held = [set() for _ in range(self._memories.count)]
-        for number, (_, good, _) in enumerate(checked):
-            self._held[self._memories.of_rank[number]] |= {*good}
-        num_parts, found = max(count for count, _, _ in checked), set().union(*self._held)
-        damaged = [f"{text} (of rank {number})" for number, (*_, bad) in enumerate(checked) for text in bad]
-        is_whole = len(found) == num_parts
-        if damaged or not is_whole:
-            lost = f"{num_parts - len(found)} of {num_parts} parts are nowhere"
-            outcome = "the other copy of each is used" if is_whole else lost
+        damaged = []
+        for number, of_rank in enumerate(checked):
+            self._held[self._memories.of_rank[number]].update(of_rank.good)
+            damaged += [f"{text} (of rank {number})" for text in of_rank.damaged]
+        num_parts = max(of_rank.num_parts for of_rank in checked)
+        num_lost = num_parts - len(set().union(*self._held))
+        if damaged or num_lost:
+            lost = f"{num_lost} of {num_parts} parts are nowhere"
+            outcome = lost if num_lost else "the other copy of each is used"
             text = f"{path.name}: {outcome}; damaged: {list_first(damaged) or 'none'}"
-            self.passed_over += [] if is_whole else [text]
+            if num_lost:
+                self.passed_over.append(text)
             if rank() == 0:
                 logger.warning("the replica in memory of %s", text)
-        return is_whole
+        return num_lost == 0
+
+    def _check_share(self, path: Path, holders: Sequence[int]) -> _Checked:
+        """Read this rank's share of the parts that its machine has, and compare their hashes."""
+        if self._memories.own not in holders:
+            return _Checked(0, [], [])
+        parts = list_parts(path, read_manifest(path))
+        own_ranks = self._memories.ranks(self._memories.own)
+        everybody = range(len(own_ranks))
+        items = [(index, parts[index].num_bytes, everybody) for index in _read_held(path, len(parts))]
+        share = balance_by_bytes(items, len(own_ranks))[own_ranks.index(rank())]
+        good = [index for index in share if _can_be_read(path, parts[index])]
+        damaged = [_describe(parts[index]) for index in sorted(set(share) - set(good))]
+        return _Checked(len(parts), good, damaged)
 
     def _lay_out(self, path: Path, holders: Sequence[int]) -> None:
-        """Make the folder, with files without content, on machines that have lost it."""
+        """Make the folder on machines that have lost it: manifest and hashes, and the other files at their size."""
         if len(holders) == self._memories.count:
             return
+        # The first rank of the first machine that has the replica.
         source = self._memories.ranks(holders[0])[0]
 
         def read() -> dict[str, str]:
@@ -300,31 +371,55 @@ class Replicas:
         on_all_ranks(make)
 
     def fetch(self, path: Path, ranges: Sequence[ByteRange]) -> None:
-        """Get what this rank is about to read, where its machine does not hold it."""
+        """Get the bytes that this rank is about to read from other machines, where its own does not have them.
+
+        A collective.
+
+        Args:
+            path: the replica that `find` has given.
+            ranges: the bytes that this rank reads.
+        """
         parts = list_parts(path, read_manifest(path))
-        begins: dict[str, list[tuple[int, int]]] = {}
-        for number, part in enumerate(parts):
-            begins.setdefault(part.file, []).append((part.begin, number))
+        by_file: dict[str, list[int]] = {}
+        for index, part in enumerate(parts):
+            by_file.setdefault(part.file, []).append(index)
         wanted: set[int] = set()
         for file, begin, end in ranges:
-            of_file = begins[file.relative_to(path).as_posix()]
-            first = max(bisect_right(of_file, (begin, len(parts))) - 1, 0)
-            wanted |= {number for start, number in of_file[first:] if start < end}
+            indices = by_file[file.relative_to(path).as_posix()]
+            # The last part that begins at `begin` or before, and those after it.
+            first = max(bisect_right(indices, begin, key=lambda index: parts[index].begin) - 1, 0)
+            for index in indices[first:]:
+                if parts[index].begin >= end:
+                    break
+                wanted.add(index)
         self._bring(path, parts, wanted)
 
-    def _bring(self, path: Path, parts: Sequence[Part], wanted: set[int]) -> None:
-        """Copy parts to this machine from the next one that holds them. A collective."""
+    def _list_transfers(self, parts: Sequence[Part], wanted: set[int]) -> list[Transfer]:
+        """Say how each machine gets the parts that its ranks want and it does not have. A collective."""
         memories = self._memories
-        lacking = [set(numbers) for numbers in gather_json(sorted(wanted - self._held[memories.own]))]
+        lacking = gather_json(sorted(wanted - self._held[memories.own]))
         coming: list[set[int]] = [set() for _ in range(memories.count)]
         transfers = []
-        for receiver, numbers in enumerate(lacking):
+        for receiver, indices in enumerate(lacking):
             memory = memories.of_rank[receiver]
-            for number in sorted(numbers - coming[memory]):
-                others = ((memory + distance) % memories.count for distance in range(1, memories.count))
-                senders = memories.ranks(next(other for other in others if number in self._held[other]))
-                transfers.append(Transfer(parts[number], senders[number % len(senders)], receiver))
-                coming[memory].add(number)
+            for index in indices:
+                if index in coming[memory]:
+                    # Another rank of the machine gets it.
+                    continue
+                coming[memory].add(index)
+                following = ((memory + distance) % memories.count for distance in range(1, memories.count))
+                senders = memories.ranks(next(other for other in following if index in self._held[other]))
+                transfers.append(Transfer(parts[index], senders[index % len(senders)], receiver))
+        return transfers
+
+    def _bring(self, path: Path, parts: Sequence[Part], wanted: set[int]) -> None:
+        """Copy parts to this machine, each from the next machine that has it. A collective.
+
+        Raises:
+            CheckpointError: a part was damaged on its way.
+        """
+        memories = self._memories
+        transfers = self._list_transfers(parts, wanted)
         if not transfers:
             return
         move_parts(path, transfers, control_group())
@@ -336,8 +431,9 @@ class Replicas:
                     raise CheckpointError(what, where=str(path), found=_describe(part), hint="start it again")
 
         on_all_ranks(check)
-        for held, arrived in zip(self._held, coming, strict=True):
-            held |= arrived
+        index_of = {part: index for index, part in enumerate(parts)}
+        for part, _, receiver in transfers:
+            self._held[memories.of_rank[receiver]].add(index_of[part])
         if memories.leads:
             write_atomically(path / _HELD, json.dumps(sorted(self._held[memories.own])).encode(), is_durable=False)
         if rank() == 0:
@@ -346,7 +442,7 @@ class Replicas:
 
 
 def _make_private(folder: Path) -> None:
-    """Make a folder of this user alone, where others may write beside it."""
+    """Make a folder that only this user can write into; ConfigError: there is one that others can write into."""
     with suppress(FileExistsError):
         folder.mkdir(mode=0o700)
     found = folder.lstat()
@@ -357,25 +453,29 @@ def _make_private(folder: Path) -> None:
 
 
 def _read_held(path: Path, num_parts: int) -> list[int]:
-    """What a machine holds, as it says; what is damaged holds nothing, and each part is verified."""
+    """Read the indices of the parts that this machine has; none, if the file is damaged."""
     with suppress(OSError, CheckpointError, TypeError):
         return [number for number in read_json(path / _HELD) if type(number) is int and 0 <= number < num_parts]
     return []
 
 
 def _can_be_read(path: Path, part: Part) -> bool:
+    """Whether a part is there with its hash; one that cannot be read is not."""
     with suppress(OSError):
         return is_intact(path, part)
     return False
 
 
 def _is_everywhere(part: Part) -> bool:
-    """Whether each machine gets a part: headers of tensors, and other files that are not of a single rank."""
-    return (part.begin == 0 or not part.file.endswith(".safetensors")) and not part.file.startswith(RANDOM_STEM)
+    """Whether each machine gets a part: headers of tensors, and other files, except those of a single rank."""
+    if part.file.startswith(RANDOM_STEM):
+        return False
+    is_header = part.begin == 0
+    return is_header or not part.file.endswith(".safetensors")
 
 
-def _is_small(part: Part) -> bool:
-    """Whether each start needs a part before it knows what its ranks read."""
+def _is_needed_first(part: Part) -> bool:
+    """Whether this rank needs a part before it knows which tensors it reads."""
     return part.file == random_file(rank()) or _is_everywhere(part)
 
 

@@ -1,4 +1,7 @@
-"""Plain safetensors files, written and read in parts at the offsets of their header."""
+"""Plain safetensors files, of which ranks write and read parts of tensors, each at its byte offset.
+
+8 bytes: length of the header | header: JSON with type, shape and offsets of each tensor | bytes of the tensors
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,7 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import BinaryIO, NamedTuple
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -38,29 +41,32 @@ _MAX_HEADER_BYTES = 100_000_000
 """The limit of the safetensors format."""
 
 COPY_BYTES = 64 * 2**20
-"""Largest staging buffer between a device and a file."""
+"""Size of the largest buffer on the way from a file to a device."""
 
 LONG_BYTES = 4096
-"""Runs of a page and more are read one by one: another call costs less than to read what lies between."""
+"""Runs of at least a page are read one by one: another call costs less than to read the bytes between two runs."""
 
 TensorId = tuple[str, str]
 """Parameter name and key."""
 
 
 class TensorSpec(NamedTuple):
-    """A whole named tensor. `dtype` as safetensors spells it."""
+    """A whole named tensor of a checkpoint."""
 
     name: str
+    """The parameter's name."""
     key: str
+    """What the tensor is of the parameter, as in `Piece`: its weight, or a state of the optimizer."""
     shape: tuple[int, ...]
     dtype: str
+    """The type as safetensors spells it, such as `BF16`."""
 
     def __str__(self) -> str:
         return f"{self.dtype}{list(self.shape)}"
 
     @property
     def id(self) -> TensorId:
-        """What identifies it among all tensors of a checkpoint."""
+        """The name and key, which no two tensors of a checkpoint share."""
         return (self.name, self.key)
 
     @property
@@ -75,42 +81,52 @@ class TensorSpec(NamedTuple):
 
     @property
     def num_bytes(self) -> int:
-        """Size in a file."""
+        """Size of the tensor in a file."""
         return self.total * self.itemsize_bytes
 
 
 class Entry(NamedTuple):
-    """Where a tensor lies in a file. `begin` counts bytes from the start of the file."""
+    """Where a tensor lies in a file."""
 
     path: Path
     dtype: torch.dtype
     shape: tuple[int, ...]
     begin: int
+    """Offset of its first byte from the start of the file."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class FilePlan:
-    """A file to be written: its header, and the absolute byte offset of each of its tensors, by name in the file."""
+    """The layout of a file that is to be written."""
 
     header: bytes
+    """The first bytes of the file: the length of the JSON text, and that text."""
     begins: Mapping[str, int]
+    """Offset of each tensor from the start of the file, in bytes, by its name in the file."""
     num_bytes: int
+    """Size of the whole file."""
 
 
 def plan_file(tensors: Mapping[str, TensorSpec]) -> FilePlan:
-    """Lay out a file of these tensors, by name in the file, as the library does: by type, then by name.
+    """Lay out a file, as the safetensors library does: tensors by type, then by name.
 
-    It is a `CheckpointError` if there are too many for a header that can be read.
+    Args:
+        tensors: the tensors, by their names in the file.
+
+    Raises:
+        CheckpointError: there are too many tensors for a header that can be read.
     """
-    order = list(DTYPES)
-    ordered = sorted(tensors.items(), key=lambda item: (order.index(item[1].dtype), item[0]))
-    description: dict[str, Any] = {"__metadata__": {"format": "pt"}}
+    types = list(DTYPES)
+    description: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    offsets: dict[str, int] = {}
     position = 0
-    for name, spec in ordered:
-        offsets = [position, position + spec.num_bytes]
-        description[name] = {"dtype": spec.dtype, "shape": list(spec.shape), "data_offsets": offsets}
-        position = offsets[1]
+    for name in sorted(tensors, key=lambda name: (types.index(tensors[name].dtype), name)):
+        spec, offsets[name] = tensors[name], position
+        position += spec.num_bytes
+        data_offsets = [offsets[name], position]
+        description[name] = {"dtype": spec.dtype, "shape": list(spec.shape), "data_offsets": data_offsets}
     text = json.dumps(description, separators=(",", ":")).encode()
+    # Filled up to whole 8 bytes, as the library does, so that tensors are aligned.
     text += b" " * (-len(text) % 8)
     if len(text) > _MAX_HEADER_BYTES:
         raise CheckpointError(
@@ -119,14 +135,17 @@ def plan_file(tensors: Mapping[str, TensorSpec]) -> FilePlan:
             allowed=f"{_MAX_HEADER_BYTES:,} bytes",
         )
     header = len(text).to_bytes(8, "little") + text
-    begins = {name: len(header) + description[name]["data_offsets"][0] for name, _ in ordered}
+    begins = {name: len(header) + offset for name, offset in offsets.items()}
     return FilePlan(header=header, begins=begins, num_bytes=len(header) + position)
 
 
 def create(path: Path, plan: FilePlan, *, is_sparse: bool = False) -> None:
-    """Write the header and reserve the space, so that a full disk shows before any rank writes.
+    """Make a file with its header and its full size, so that a full disk shows before any rank writes.
 
-    A sparse file has its size and takes no space for what nobody writes.
+    Args:
+        path: the file.
+        plan: its layout.
+        is_sparse: whether only the bytes that somebody writes take space on the disk.
     """
     with path.open("wb") as file:
         if is_sparse:
@@ -137,9 +156,10 @@ def create(path: Path, plan: FilePlan, *, is_sparse: bool = False) -> None:
 
 
 def read_header_length(file: BinaryIO, most_bytes: int) -> int:
-    """Read the length of a header, before the library maps a file that may be as long as it says.
+    """Read the length of a header, before the library takes memory for one that may be as long as the file says.
 
-    ValueError: it is more than `most_bytes`.
+    Raises:
+        ValueError: the length is more than `most_bytes`.
     """
     length = int.from_bytes(file.read(8), "little")
     if length > most_bytes:
@@ -148,7 +168,7 @@ def read_header_length(file: BinaryIO, most_bytes: int) -> int:
 
 
 def read_header(path: Path) -> dict[str, Entry]:
-    """Read where each tensor lies. A file that is not safetensors, or not whole, is a `DamagedError`."""
+    """Read where each tensor of a file lies, by name; DamagedError: the file is not safetensors, or not whole."""
     try:
         with path.open("rb") as file:
             length = read_header_length(file, _MAX_HEADER_BYTES)
@@ -168,11 +188,20 @@ def read_header(path: Path) -> dict[str, Entry]:
 def read_elements(
     descriptor: int, offset: int, dtype: torch.dtype, elements: torch.Tensor, run: int = 0, pitch: int = 0
 ) -> None:
-    """Fill a 1-D tensor from a byte offset of an open file, whose elements are of `dtype`.
+    """Fill a 1-D tensor from an open file.
 
-    `run` and `pitch` are those of a `Piece`. Short runs are read together with what lies between them.
+    Args:
+        descriptor: the file.
+        offset: offset of the first element in the file, in bytes.
+        dtype: type of the elements in the file.
+        elements: the tensor, of any type and device.
+        run: elements of each run in the file; 0: all elements are one run.
+        pitch: elements from the start of a run to that of the next.
+
+    Raises:
+        CheckpointError: the file ends before the last element.
     """
-    if not run:
+    if run == 0:
         for part in elements.split(COPY_BYTES // dtype.itemsize):
             buffer = torch.empty(part.numel() * dtype.itemsize, dtype=torch.uint8)
             _read_into(descriptor, offset, buffer.numpy().data)
@@ -180,16 +209,17 @@ def read_elements(
             offset += buffer.numel()
         return
     run_bytes, pitch_bytes = run * dtype.itemsize, pitch * dtype.itemsize
-    is_long = run_bytes >= LONG_BYTES
-    for rows in elements.view(-1, run).split(max(1, COPY_BYTES // (run_bytes if is_long else pitch_bytes))):
-        if is_long:
+    has_long_runs = run_bytes >= LONG_BYTES
+    row_bytes = run_bytes if has_long_runs else pitch_bytes
+    for rows in elements.view(-1, run).split(max(1, COPY_BYTES // row_bytes)):
+        if has_long_runs:
             buffer = torch.empty(len(rows) * run_bytes, dtype=torch.uint8)
             data = buffer.numpy().data
             for row in range(len(rows)):
-                part_of_row = data[row * run_bytes : (row + 1) * run_bytes]
-                _read_into(descriptor, offset + row * pitch_bytes, part_of_row)
+                _read_into(descriptor, offset + row * pitch_bytes, data[row * run_bytes : (row + 1) * run_bytes])
             rows.copy_(buffer.view(dtype).view(-1, run))
         else:
+            # Short runs are read together with the bytes between them.
             buffer = torch.empty((len(rows) - 1) * pitch_bytes + run_bytes, dtype=torch.uint8)
             _read_into(descriptor, offset, buffer.numpy().data)
             rows.copy_(view_rows(buffer.view(dtype), run, pitch))
@@ -197,6 +227,7 @@ def read_elements(
 
 
 def _read_into(descriptor: int, offset: int, data: memoryview) -> None:
+    """Fill memory from an offset of a file; CheckpointError: the file ends early."""
     while data:
         received = os.preadv(descriptor, [data], offset)
         if received == 0:

@@ -1,4 +1,10 @@
-"""Saving: nothing is gathered. The ranks lay the files out together, and each writes the elements that it holds."""
+"""Saving: each rank writes the elements that it holds to their places in shared files; nothing is gathered.
+
+start       the first rank makes a folder with the name of an unfinished one
+lay out     ranks make the files of tensors at their full size; rank 0 writes all small files
+write       each rank writes its elements, its random state and its hashes
+finish      the first rank writes the manifest, and gives the folder its name
+"""
 
 from __future__ import annotations
 
@@ -10,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -32,16 +38,31 @@ PART_BYTES = 256 * 2**20
 """A longer run is hashed in several parts, so that the ranks that verify it later can share the work."""
 
 CHUNK_BYTES = 4 * 2**20
-"""Copied from a device, checked, hashed and written while it is in the processor's cache."""
+"""Bytes that are copied from a device, checked, hashed and written while they are in the processor's cache."""
 
 FLUSH_BYTES = 16 * 2**20
-"""The disk begins with so many bytes while the next are hashed and written."""
+"""Bytes after which the disk is told to begin, while the next ones are hashed and written."""
 
 _FULL = "the disk has no room for the checkpoint"
 _SMALLER = "a smaller checkpoint.keep; the same command goes on from the last checkpoint"
 
-_Write = tuple[WriteItem, torch.Tensor]
-"""A place, and the elements for it."""
+
+class _Write(NamedTuple):
+    """A place in a file, and the elements for it."""
+
+    item: WriteItem
+    elements: torch.Tensor
+
+
+class _Begun(NamedTuple):
+    """What a rank says before a folder is written. It travels as a list of these values."""
+
+    num_bytes: int
+    """Bytes of tensors that the rank writes."""
+    name: str
+    """Name of the unfinished folder; empty on ranks that do not lead a memory."""
+    free_bytes: int
+    """Bytes that are free there, before any rank has made a file."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,15 +70,21 @@ class Contents:
     """All that a save needs of this rank."""
 
     plan: SavePlan
+    """Which elements go where."""
     elements: list[torch.Tensor]
     """Elements of each source of the plan: live tensors, or copies."""
     write_files: Callable[[Path], object]
-    """Writes all other files; called on rank 0."""
+    """Writes all other files into the folder that it gets; called on rank 0."""
     random_state: RandomState | None = None
-    """States of this rank's generators; None: an export, which has neither these nor hashes."""
+    """States of this rank's random generators; None: an export, which has neither these nor hashes."""
 
     def manifest(self, step: int, written: list[Part]) -> Manifest:
-        """Give the manifest of a checkpoint, from the hashes of the files that a single process has written."""
+        """Make the manifest of a checkpoint.
+
+        Args:
+            step: number of optimizer steps that the state has done.
+            written: the files that a single process has written, each as one part with its hash.
+        """
         shared = {name: file.num_bytes for name, file in self.plan.files.items()}
         return Manifest(step=step, files=shared | {part.file: part.num_bytes for part in written}, parts=written)
 
@@ -73,53 +100,62 @@ def write_folder(
     """Write a folder, complete or not at all: the ranks lay its files out, and then fill them. A collective.
 
     Args:
-        contents: as this rank has them.
-        parent: of the folder, on a file system that all ranks share, if `memories` does not say otherwise.
-        start: gives the folder's name while it is unfinished, in `parent`; called on the first rank of each memory.
-        finish: gets that folder, and the hashes of the files that a single process has written; puts it into its
-            place; called on the first rank of each memory.
-        group: in which the thread that calls it speaks; None: the one that trains.
-        memories: which ranks share `parent`; None: all.
+        contents: what this rank writes.
+        parent: the folder that gets the new one, on a file system that all ranks share, or those of a memory.
+        start: gives the path in `parent` of the unfinished folder; called on the first rank of each memory.
+        finish: gives the folder its place; called with the unfinished folder and the hashes of the files that a single
+            process has written, on the first rank of each memory.
+        group: the group of the thread that calls this; None: that of the thread that trains.
+        memories: which ranks share `parent`; None: all ranks do.
 
     Raises:
-        CheckpointError: files that cannot be written; on all ranks alike.
+        CheckpointError: files cannot be written; on all ranks alike.
         NumericsError: a trained parameter or its state is not finite; on all ranks alike.
         ResourceError: the disk is full; on all ranks alike.
     """
     plan, memories = contents.plan, memories or Memories.shared()
     group = group or control_group()
 
-    def begin() -> list[object]:
-        num_bytes = sum(item.end - item.begin for item in plan.items)
-        return [num_bytes, *([start().name, shutil.disk_usage(parent).free] if memories.leads else [])]
-
     def lay_out() -> list[Part]:
         with _room_for(num_bytes, parent):
-            if num_bytes > free_bytes:
+            if num_bytes > leader.free_bytes:
                 raise no_room(_FULL, parent, num_bytes, _SMALLER)
             return _lay_out(unfinished, contents, memories)
 
     def write_own() -> list[Part]:
-        given = contents.elements
-        joined = join_columns(plan.transfers, given, None if group is None else group.pairs)
-        elements = [joined[n] if item.source is None else given[item.source] for n, item in enumerate(plan.items)]
+        elements = _elements_of_items(contents, group)
         with _room_for(num_bytes, parent):
             return _write_own(unfinished, contents, elements, _laid_out(plan, memories))
 
-    begun = on_all_ranks(begin, group)
-    # Free before any rank had made a file.
-    free_bytes = begun[memories.ranks(memories.own)[0]][2]
-    unfinished = parent / begun[0][1]
-    num_bytes = plan.header_bytes + sum(begun[number][0] for number in memories.held())
+    begun = [_Begun(*values) for values in on_all_ranks(lambda: _begin(plan, parent, start, memories), group)]
+    leader = begun[memories.ranks(memories.own)[0]]
+    # All memories use the name that rank 0 has drawn.
+    unfinished = parent / begun[0].name
+    num_bytes = plan.header_bytes + sum(begun[number].num_bytes for number in memories.held())
     with removed_on_failure(unfinished, memories):
         # No other rank makes it: one that does not see this disk would make a folder that nobody removes.
         on_all_ranks(lambda: _make_folder(unfinished, contents) if memories.leads else None, group, is_told=False)
-        small = _parts(on_all_ranks(lay_out, group))[0]
+        # Rank 0 alone has written small files.
+        small, *_ = _parts(on_all_ranks(lay_out, group))
         # Who writes no manifest, and sends nothing on, needs no hashes.
         of_ranks = _parts(on_all_ranks(write_own, group, is_told=memories.leads or memories.count > 1))
         if memories.count > 1:
             _spread(unfinished, small, of_ranks, memories, group)
         on_all_ranks(lambda: finish(unfinished, [*small, *chain(*of_ranks)]) if memories.leads else None, group)
+
+
+def _begin(plan: SavePlan, parent: Path, start: Callable[[], Path], memories: Memories) -> _Begun:
+    num_bytes = sum(item.end - item.begin for item in plan.items)
+    if not memories.leads:
+        return _Begun(num_bytes, "", 0)
+    return _Begun(num_bytes, start().name, shutil.disk_usage(parent).free)
+
+
+def _elements_of_items(contents: Contents, group: ControlGroup | None) -> list[torch.Tensor]:
+    """Give the elements of each item of the plan: a source of this rank, or rows that are put together from columns."""
+    sources, plan = contents.elements, contents.plan
+    joined = join_columns(plan.transfers, sources, None if group is None else group.pairs)
+    return [joined[index] if item.source is None else sources[item.source] for index, item in enumerate(plan.items)]
 
 
 def _make_folder(unfinished: Path, contents: Contents) -> None:
@@ -135,7 +171,15 @@ def _spread(
     memories: Memories,
     group: ControlGroup | None,
 ) -> None:
-    """Give each folder what it keeps: the small files and all hashes, and then what these say of others' shares."""
+    """Give each folder what it keeps of other memories: small files, all hashes, and the shares of the one before.
+
+    Args:
+        unfinished: the folder.
+        small: the small files that rank 0 has written.
+        of_ranks: for each rank, its file of random state and its file of hashes.
+        memories: which ranks share a folder.
+        group: the group of the thread that calls this.
+    """
     for_all = [[hashes] for _, hashes in of_ranks]
     for_all[0] += small
     move_parts(unfinished, memories.list_for_all(for_all), group)
@@ -144,14 +188,18 @@ def _spread(
 
 
 def _lay_out(unfinished: Path, contents: Contents, memories: Memories) -> list[Part]:
-    """Make this rank's share of the files at their full size; give the hashes of those that are whole, on rank 0."""
+    """Make this rank's share of the tensor files at their full size, and on rank 0 all small files.
+
+    Returns:
+        The small files as parts: they are whole now.
+    """
     plan = contents.plan
     small: list[Part] = []
     if rank() == 0:
         contents.write_files(unfinished)
         if plan.index is not None:
             write_json(unfinished / INDEX_FILE, json.dumps(plan.index, indent=2, sort_keys=True) + "\n")
-        # Beside them others lay out those of the plan.
+        # Meanwhile other ranks make files of the plan in the same folder.
         small = [hash_file(unfinished, name) for name in list_files(unfinished) if name not in plan.files]
     for name in _laid_out(plan, memories):
         safetensors_io.create(unfinished / name, plan.files[name], is_sparse=memories.count > 1)
@@ -159,26 +207,39 @@ def _lay_out(unfinished: Path, contents: Contents, memories: Memories) -> list[P
 
 
 def _laid_out(plan: SavePlan, memories: Memories) -> list[str]:
-    """List the files that this rank makes: each one in turn, or the next rank that writes into the file.
+    """List the tensor files that this rank makes: the ranks of a memory take turns.
 
-    A file is then synced once by each of its writers, and by no other rank.
+    If the rank whose turn it is writes nothing into the file, the next one that does makes it. So a file is synced once
+    by each of its writers, and by no other rank.
     """
     makers = memories.ranks(memories.own)
-    found = []
+    names = []
     for index, name in enumerate(plan.files):
         turn = index % len(makers)
-        distance = int(np.roll(plan.writers[makers, index], -turn).argmax())
+        # Whether each rank writes into the file, from the one whose turn it is; `argmax` finds the first that does.
+        writes_from_turn = np.roll(plan.writers[makers, index], -turn)
+        distance = int(writes_from_turn.argmax())
         if makers[(turn + distance) % len(makers)] == rank():
-            found.append(name)
-    return found
+            names.append(name)
+    return names
 
 
 def _write_own(
     unfinished: Path, contents: Contents, elements: list[torch.Tensor], laid_out: Iterable[str]
 ) -> list[Part]:
-    """Write this rank's share; give the hashes of the files that it alone has written, that of its hashes last."""
+    """Write this rank's elements to their places, and then two files of its own: its random state, and its hashes.
+
+    Args:
+        unfinished: the folder.
+        contents: what this rank writes.
+        elements: elements of each item of the plan.
+        laid_out: tensor files that this rank has made.
+
+    Returns:
+        The two files as parts, in this order; of an export, which has no hashes, nothing.
+    """
     parts = _write_shard(unfinished, contents.plan.items, elements)
-    # Afterwards: meanwhile the disk has had something to do. A file that it has laid out may have its header alone.
+    # Synced at the end, as the disk has begun meanwhile; also files that this rank has made and not written into.
     for file in dict.fromkeys([*(part.file for part in parts), *laid_out]):
         with _named(unfinished / file):
             sync(unfinished / file)
@@ -194,12 +255,13 @@ def _write_own(
     return written
 
 
-def _parts(of_ranks: list[list[list[Any]]]) -> list[list[Part]]:
+def _parts(of_ranks: list[list[list[Any]]]) -> list[list[Part]]:  # JSON has lists in place of named tuples
     return [[Part(*values) for values in of_rank] for of_rank in of_ranks]
 
 
 @contextlib.contextmanager
 def _room_for(num_bytes: int, folder: Path) -> Iterator[None]:
+    """Turn the OSError of a full disk in the block into a ResourceError; `num_bytes` are needed in all."""
     try:
         yield
     except OSError as error:
@@ -209,18 +271,19 @@ def _room_for(num_bytes: int, folder: Path) -> Iterator[None]:
 
 
 def no_room(what: str, folder: Path, num_bytes: int, hint: str) -> ResourceError:
-    """Give the error of a disk that is full, with what is needed there and what is free."""
+    """Make the error of a full disk, with the bytes that are needed in `folder` and those that are free."""
     found = f"{num_bytes:,} bytes needed, {shutil.disk_usage(folder).free:,} bytes free"
     return ResourceError(what, where=str(folder), found=found, hint=f"free space, or {hint}")
 
 
 @contextlib.contextmanager
 def removed_on_failure(path: Path, memories: Memories | None = None) -> Iterator[None]:
-    """Remove what is not finished if the block fails; on the first rank of each memory, or of all."""
+    """Remove an unfinished folder if the block fails: on the first rank of each memory; None: on rank 0."""
     try:
         yield
     except Exception:
-        if rank() == 0 if memories is None else memories.leads:
+        is_remover = rank() == 0 if memories is None else memories.leads
+        if is_remover:
             shutil.rmtree(path, ignore_errors=True)
         raise
 
@@ -234,34 +297,42 @@ def list_files(folder: Path) -> list[str]:
 
 
 def _write_shard(folder: Path, items: Sequence[WriteItem], elements: Sequence[torch.Tensor]) -> list[Part]:
-    """Write elements to their places in files that are laid out, and give their hashes.
+    """Write elements to their places in files that are laid out, and hash them.
 
-    It is a `NumericsError` if an element of a trained parameter or of its state is not finite.
+    Returns:
+        The parts of files that were written.
+
+    Raises:
+        NumericsError: an element of a trained parameter or of its state is not finite.
     """
     parts: list[Part] = []
     # One file after the other: a process may have only so many open.
-    for file, runs in groupby(_runs(zip(items, elements, strict=True)), key=lambda run: run[0][0].file):
+    for file, runs in groupby(_runs(map(_Write, items, elements)), key=lambda run: run[0].item.file):
         with _named(folder / file), (folder / file).open("rb+", buffering=0) as opened:
             parts += [_write_run(opened.fileno(), run) for run in runs]
     return parts
 
 
 def _runs(writes: Iterable[_Write]) -> Iterator[list[_Write]]:
-    """Join neighbours in a file, up to the size of a part."""
+    """Group writes that follow each other in a file without a gap, up to PART_BYTES."""
     run: list[_Write] = []
-    for item, elements in writes:
-        is_next = run and (item.file, item.begin) == (run[-1][0].file, run[-1][0].end)
-        if run and not (is_next and item.end - run[0][0].begin <= PART_BYTES):
-            yield run
-            run = []
-        run.append((item, elements))
+    for write in writes:
+        if run:
+            first, last, item = run[0].item, run[-1].item, write.item
+            is_next = item.file == last.file and item.begin == last.end
+            if not is_next or item.end - first.begin > PART_BYTES:
+                yield run
+                run = []
+        run.append(write)
     if run:
         yield run
 
 
 def _write_run(descriptor: int, run: Sequence[_Write]) -> Part:
+    """Write elements that follow each other in an open file, and give them as one part with its hash."""
     digest = xxhash.xxh3_128()
-    begin = position = flushed = run[0][0].begin
+    file, begin = run[0].item.file, run[0].item.begin
+    position = flushed = begin
     for item, elements in run:
         for chunk in elements.split(max(1, CHUNK_BYTES // elements.element_size())):
             host = chunk.detach().contiguous().cpu()
@@ -281,19 +352,22 @@ def _write_run(descriptor: int, run: Sequence[_Write]) -> Part:
                 with contextlib.suppress(OSError):
                     os.posix_fadvise(descriptor, flushed, position - flushed, os.POSIX_FADV_DONTNEED)
                 flushed = position
-    return Part(run[0][0].file, begin, position - begin, digest.hexdigest())
+    return Part(file, begin, position - begin, digest.hexdigest())
 
 
 def _is_finite(values: torch.Tensor) -> bool:
-    if not values.is_floating_point() or bool(torch.isfinite(values.sum(dtype=torch.float32))):
+    """Whether all values are finite; whole numbers always are."""
+    if not values.is_floating_point():
         return True
-    # A sum is 30 times as fast, and overflows now and then.
+    # A sum is 30 times as fast. It may overflow where all values are finite: then each one is looked at.
+    if bool(torch.isfinite(values.sum(dtype=torch.float32))):
+        return True
     return bool(torch.isfinite(values).all())
 
 
 @contextlib.contextmanager
 def _named(path: Path) -> Iterator[None]:
-    """Calls with a descriptor do not say in which file they failed."""
+    """Add the path to an OSError of the block: calls with a descriptor do not say in which file they failed."""
     try:
         yield
     except OSError as error:

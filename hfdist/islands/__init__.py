@@ -1,3 +1,3 @@
-"""Separate launches that train one model together and speak once in many steps: who takes part, what travels, what is
-made of it.
+"""Islands: separate launches that train one model together, over slow networks. They exchange changes of the weights
+once in many steps, or send gradients to a parameter server.
 """

@@ -6,19 +6,31 @@ Streaming DiLoCo (arXiv:2501.18512).
 
 from __future__ import annotations
 
+import math
+
 import numpy as np
 import torch
 
 from hfdist.config.islands import SCALED_NUMBERS, Codec
 
-_EXPONENTS = 7
-"""Sizes of fp4 besides 0: the scale, its half, its quarter, and so on."""
-_SIZES = torch.tensor([0.0, *(2.0**-power for power in reversed(range(_EXPONENTS)))])
-_MIDDLES = (_SIZES[1:] + _SIZES[:-1]) / 2
+_FP4_SIZES = torch.tensor([0, 1 / 64, 1 / 32, 1 / 16, 1 / 8, 1 / 4, 1 / 2, 1])
+"""Sizes of an fp4 number, as shares of its block's scale: three bits are the index of one of them."""
+_FP4_SIGN = 8
+"""The fourth bit of an fp4 number: set if the number is negative."""
+_MIDDLES = (_FP4_SIZES[1:] + _FP4_SIZES[:-1]) / 2
 
 
 def encode(codec: Codec, values: torch.Tensor) -> bytes:
-    """Give finite float32 numbers of the CPU, of shape [n], as bytes."""
+    """Round numbers as the codec does, and give their bytes.
+
+        fp32, bf16   number | number | ...
+        int8         scale of each block | a byte for each number
+        fp4          scale of each block | a byte for two numbers, of which the first has the low four bits
+
+    Args:
+        codec: how to round.
+        values: finite float32 numbers on the CPU, of shape [n].
+    """
     match codec:
         case Codec.fp32:
             return values.numpy().tobytes()
@@ -30,15 +42,24 @@ def encode(codec: Codec, values: torch.Tensor) -> bytes:
             return scales.numpy().tobytes() + rounded.numpy().tobytes()
         case Codec.fp4:
             blocks, scales = _scaled(values)
-            # 0 to 7: the number of middles below it.
-            sizes = torch.bucketize(blocks.abs(), _MIDDLES, right=True).to(torch.uint8)
-            codes = (sizes + 8 * (blocks < 0).to(torch.uint8)).view(-1)
-            pairs = codes[: -(-len(values) // 2) * 2].view(-1, 2)
-            return scales.numpy().tobytes() + (pairs[:, 0] + 16 * pairs[:, 1]).numpy().tobytes()
+            # The nearest size has as many middles below the number as sizes.
+            nearest = torch.bucketize(blocks.abs(), _MIDDLES, right=True)
+            codes = torch.where(blocks < 0, nearest + _FP4_SIGN, nearest).to(torch.uint8).view(-1)
+            num_pairs = math.ceil(len(values) / 2)
+            low, high = codes[: 2 * num_pairs].view(-1, 2).unbind(1)
+            return scales.numpy().tobytes() + (low + 16 * high).numpy().tobytes()
 
 
 def decode(codec: Codec, content: bytes, num_elements: int) -> torch.Tensor:
-    """Give the numbers that `encode` was given, rounded, as float32 of shape [n].
+    """Give the rounded numbers that `encode` has written.
+
+    Args:
+        codec: the codec that `encode` was called with.
+        content: the bytes that it has given.
+        num_elements: how many numbers they are.
+
+    Returns:
+        Float32 numbers on the CPU, of shape [num_elements].
 
     Raises:
         ValueError: the bytes are not of so many numbers.
@@ -50,19 +71,26 @@ def decode(codec: Codec, content: bytes, num_elements: int) -> torch.Tensor:
             return torch.from_numpy(np.frombuffer(content, np.float32).copy())
         case Codec.bf16:
             return torch.from_numpy(np.frombuffer(content, np.int16).copy()).view(torch.bfloat16).float()
-    num_blocks = -(-num_elements // SCALED_NUMBERS)
+    num_blocks = math.ceil(num_elements / SCALED_NUMBERS)
     scales = torch.from_numpy(np.frombuffer(content, np.float32, num_blocks).copy())
+    codes_start = scales.nbytes
     if codec is Codec.int8:
-        numbers = torch.from_numpy(np.frombuffer(content, np.int8, offset=4 * num_blocks).copy()).float() / 127
+        numbers = torch.from_numpy(np.frombuffer(content, np.int8, offset=codes_start).copy()).float() / 127
     else:
-        pairs = torch.from_numpy(np.frombuffer(content, np.uint8, offset=4 * num_blocks).copy())
+        pairs = torch.from_numpy(np.frombuffer(content, np.uint8, offset=codes_start).copy())
         codes = torch.stack([pairs % 16, pairs // 16], 1).view(-1)[:num_elements]
-        numbers = _SIZES[(codes % 8).long()] * torch.where(codes < 8, 1.0, -1.0)
+        sizes = _FP4_SIZES[(codes % _FP4_SIGN).long()]
+        numbers = torch.where(codes < _FP4_SIGN, sizes, -sizes)
     return numbers * scales.repeat_interleave(SCALED_NUMBERS)[:num_elements]
 
 
 def _scaled(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Give blocks of numbers between -1 and 1, filled up with zeros, and their scales."""
+    """Give numbers from -1 to 1, of shape [blocks, SCALED_NUMBERS], and the scale of each block, of shape [blocks].
+
+    The last block is filled up with zeros. A scale is the largest absolute value of its block.
+    """
     blocks = torch.nn.functional.pad(values, (0, -len(values) % SCALED_NUMBERS)).view(-1, SCALED_NUMBERS)
     scales = blocks.abs().amax(1)
-    return blocks / scales.clamp_min(torch.finfo(torch.float32).tiny)[:, None], scales
+    # A block of zeros stays zeros.
+    divisors = scales.clamp_min(torch.finfo(torch.float32).tiny)
+    return blocks / divisors[:, None], scales

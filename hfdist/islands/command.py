@@ -1,4 +1,4 @@
-"""The command line of `hfdist serve`: the server that islands meet at, until Ctrl-C or SIGTERM ends it."""
+"""The command line of `hfdist serve`: it runs the server of islands, or a shard, until Ctrl-C or SIGTERM ends it."""
 
 from __future__ import annotations
 
@@ -20,6 +20,9 @@ from hfdist.messages.door import SECRET
 from hfdist.processes.stop_signals import heard_signals
 
 _ROUTE_SECONDS = 60.0
+"""Seconds for which a shard looks for a way to its server: both may start at the same time."""
+_EVERY_ADDRESS = ("", "0.0.0.0", "::")
+"""Values of `host` with which a socket listens at all addresses of this machine."""
 
 _HELP = f"""\
 Serve islands: launches of their own, on machines of their own, that train one model together and speak once in many
@@ -45,17 +48,28 @@ _KEYS = {"port": "N", "host": "ADDRESS", "of": "HOST:PORT", "least": "N", "silen
 
 
 def _serve(arguments: list[str]) -> None:
-    """Listen, say where, and serve until a signal ends the process; ConfigError: it cannot listen there."""
+    """Listen, say where, and serve until a signal ends the process; ConfigError: a wrong argument or address."""
     values = read_arguments(arguments, _KEYS)
-    of = values.get("of")
-    # A shard says where it is.
-    port = read_number(values, "port", "29600") if of is None or "port" in values else 0
+    main_server = values.get("of")
+    if main_server is not None:
+        _check_shard(main_server, values)
     secret = os.environ.get(SECRET, "")
     host = values.get("host", "" if secret else LOOPBACK)
-    if of is not None:
-        _check_shard(of, values)
+    # A shard tells the server its port, so that any free one will do.
+    takes_any_port = main_server is not None and "port" not in values
+    listener = _listen(host, 0 if takes_any_port else read_number(values, "port", "29600"))
+    for number in heard_signals():
+        # At once, whatever its threads are at: it has nothing to save.
+        signal.signal(number, lambda *_: os._exit(0))
+    if main_server is None:
+        _serve_islands(listener, host, secret, values)
+    else:
+        _serve_shard(listener, host, secret, main_server)
+
+
+def _listen(host: str, port: int) -> socket.socket:
     try:
-        listener = listen(host, port)
+        return listen(host, port)
     except (OSError, OverflowError) as error:
         raise ConfigError(
             "the server cannot listen there",
@@ -63,60 +77,70 @@ def _serve(arguments: list[str]) -> None:
             found=f"{host or 'all addresses'}, {port}: {error}",
             hint="another port, such as port=29601; of host, an address of this machine",
         ) from error
-    for number in heard_signals():
-        # At once, whatever its threads are at: it has nothing to save.
-        signal.signal(number, lambda *_: os._exit(0))
-    if of is not None:
-        address = f"{_host_beside(of, host)}:{listener.getsockname()[1]}"
-        _say(f"a shard of the server at {of}, reached at {address}")
-        # It loads torch, which a server of rounds does not.
-        made = importlib.import_module("hfdist.islands.shard_process").ShardProcess
-        asyncio.run(made(listener, address, server=of, secret=secret, say=_say).serve())
-        return
+
+
+def _serve_islands(listener: socket.socket, host: str, secret: str, values: dict[str, str]) -> None:
+    """Run the server that islands connect to."""
     least = read_number(values, "least", "1") if "least" in values else None
-    silent = read_number(values, "silent_seconds", "10")
-    server = IslandServer(listener, secret=secret, least=least, silent_seconds=silent, say=_say)
+    silent_seconds = read_number(values, "silent_seconds", "10")
+    server = IslandServer(listener, secret=secret, least=least, silent_seconds=silent_seconds, say=_say)
     name = reached_at(host)
-    _say(f"islands.address={name}:{listener.getsockname()[1]}")
+    _say(f"islands.address={name}:{_port_of(listener)}")
     if not secret:
         _say(f"there is no {SECRET}: anybody may join who reaches {name}")
     asyncio.run(server.serve())
 
 
-def _check_shard(of: str, values: dict[str, str]) -> None:
-    found = re.fullmatch(r"(?:[^:]+|\[.+\]):(\d{1,5})", of)
-    if found is None or not 1 <= int(found[1]) <= 65535:
-        what = "the server of a shard has no address"
-        raise ConfigError(what, where=f"of ({COMMAND_LINE})", found=of, allowed="HOST:PORT", hint="of=HOST:29600")
+def _serve_shard(listener: socket.socket, host: str, secret: str, main_server: str) -> None:
+    """Run another shard of the parameter server at the address `main_server`."""
+    address = f"{_own_host(main_server, host)}:{_port_of(listener)}"
+    _say(f"a shard of the server at {main_server}, reached at {address}")
+    # This module loads torch, which takes seconds, and a server of rounds does without.
+    shard_process = importlib.import_module("hfdist.islands.shard_process")
+    asyncio.run(shard_process.ShardProcess(listener, address, server=main_server, secret=secret, say=_say).serve())
+
+
+def _port_of(listener: socket.socket) -> int:
+    # An IPv6 socket has four values here, of which the port is the second, too.
+    return int(listener.getsockname()[1])
+
+
+def _check_shard(main_server: str, values: dict[str, str]) -> None:
+    """Refuse an address that is none, and keys that a shard does not have."""
+    found = re.fullmatch(r"(?:[^:]+|\[.+\]):(?P<port>\d{1,5})", main_server)
+    if found is None or not 1 <= int(found["port"]) <= 65535:
+        what, where = "the server of a shard has no address", f"of ({COMMAND_LINE})"
+        raise ConfigError(what, where=where, found=main_server, allowed="HOST:PORT", hint="of=HOST:29600")
     for key in ("least", "silent_seconds"):
         if key in values:
             what = "this is for the server, and not for another shard of it"
             raise ConfigError(what, where=f"{key} ({COMMAND_LINE})", found=values[key], hint=f"without {key}")
 
 
-def _host_beside(server: str, host: str) -> str:
-    """Give the address at which ranks reach this shard: the own one on the way to the server, if it listens at all."""
-    peer = server.rpartition(":")[0].strip("[]")
+def _own_host(main_server: str, host: str) -> str:
+    """Give the address at which ranks reach this shard: `host`, or this machine's address on the way to the server."""
+    server_host = main_server.rpartition(":")[0].strip("[]")
     try:
-        own = find_route(peer, wait_seconds=_ROUTE_SECONDS)[1]
+        _, own_address = find_route(server_host, wait_seconds=_ROUTE_SECONDS)
     except OSError as error:
         what = "there is no way to the server"
-        raise ConfigError(what, where=f"of ({COMMAND_LINE})", found=f"{server}: {error}") from error
-    if host == LOOPBACK and not is_loopback(own):
+        raise ConfigError(what, where=f"of ({COMMAND_LINE})", found=f"{main_server}: {error}") from error
+    if host == LOOPBACK and not is_loopback(own_address):
         raise ConfigError(
             "islands on other machines would not reach this shard",
             where=f"host ({COMMAND_LINE})",
-            found=f"{LOOPBACK}, with of={server}",
-            hint=f"the {SECRET} of the server and all islands in the environment, or host={own}",
+            found=f"{LOOPBACK}, with of={main_server}",
+            hint=f"the {SECRET} of the server and all islands in the environment, or host={own_address}",
         )
-    if host in ("", "0.0.0.0", "::"):
-        host = own
+    if host in _EVERY_ADDRESS:
+        host = own_address
+    # In an address with a port, IPv6 has brackets.
     return f"[{host}]" if ":" in host else host
 
 
 def reached_at(host: str) -> str:
     """Give the name or address at which islands reach a server that listens at `host`."""
-    return socket.gethostname() if host in ("", "0.0.0.0", "::") else host
+    return socket.gethostname() if host in _EVERY_ADDRESS else host
 
 
 def _say(line: str) -> None:

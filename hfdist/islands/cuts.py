@@ -1,9 +1,11 @@
-"""What each shard of a parameter server has: parts of tensors, cut alike for any number of shards.
+"""How tensors are cut into parts, and which parts each shard of a parameter server has.
+
+Tensors are cut in the same places for any number of shards:
 
     12 Mi elements:   | 4 Mi | 4 Mi | 4 Mi |      1 shard has all three, 2 have two and one, 3 have one each
 
-So a norm is the sum over the same parts for any number of shards. The optimizer sees parts of tensors. It must step
-each element by itself: `find_slots` refuses the others.
+So the norm of the gradients is a sum over the same parts for any number of shards. The optimizer of a shard sees parts
+of tensors, so only an optimizer that steps each element by itself can be used.
 """
 
 from __future__ import annotations
@@ -23,26 +25,39 @@ from hfdist.islands.segment import Segment
 
 
 def cut(pieces: Iterable[Piece]) -> list[Piece]:
-    """Give parts of at most CUT_ELEMENTS elements, in order, with live views; runs of a piece stay whole."""
+    """Cut pieces into parts of at most CUT_ELEMENTS elements.
+
+    A run of elements is never cut where a piece is several runs; a longer run is a part of its own.
+
+    Returns:
+        The parts in order, as pieces with flat live views.
+    """
     parts = []
     for piece in pieces:
-        # A piece that is one run is cut at any element.
-        run, pitch = (piece.run, piece.pitch) if piece.run else (1, 1)
-        num_runs = max(CUT_ELEMENTS // run, 1)
-        for number, view in enumerate(piece.view.detach().view(-1).split(num_runs * run)):
-            parts.append(replace(piece, start=piece.start + number * num_runs * pitch, view=view))
+        run, pitch = piece.run, piece.pitch
+        if run == 0:
+            # The whole piece is one run, and may be cut at each element.
+            run, pitch = 1, 1
+        runs_per_part = max(CUT_ELEMENTS // run, 1)
+        for number, view in enumerate(piece.view.detach().view(-1).split(runs_per_part * run)):
+            start = piece.start + number * runs_per_part * pitch
+            parts.append(replace(piece, start=start, view=view))
     return parts
 
 
 def cut_values(pieces: Iterable[Piece], values: Iterable[torch.Tensor]) -> list[torch.Tensor]:
-    """Give flat live views of the values of each piece, cut as the pieces are."""
-    return [part.view for part in cut(replace(piece, view=value) for piece, value in zip(pieces, values, strict=True))]
+    """Cut other values of the same pieces, such as an optimizer's state, in the same places; give flat live views."""
+    with_values = (replace(piece, view=value) for piece, value in zip(pieces, values, strict=True))
+    return [part.view for part in cut(with_values)]
 
 
 def share_out_parts(parts: Sequence[Piece], num_shards: int) -> list[list[int]]:
-    """Give the indices, in `parts`, of those that each shard has. A collective.
+    """Choose a shard for each part, so that all shards have about as many elements. A collective.
 
     Ranks that hold the same part send it to the same shard, which counts it once in the norm.
+
+    Returns:
+        For each shard, the indices of this rank's `parts` that it has.
 
     Raises:
         ConfigError: there are more shards than parts.
@@ -50,6 +65,7 @@ def share_out_parts(parts: Sequence[Piece], num_shards: int) -> list[list[int]]:
     if num_shards == 1:
         return [list(range(len(parts)))]
     own = [Segment.of(part) for part in parts]
+    # A part that several ranks hold is sent by each of them.
     loads: Counter[Segment] = Counter()
     for of_rank in gather_json(own):
         for name, shape, *numbers in of_rank:
@@ -58,6 +74,11 @@ def share_out_parts(parts: Sequence[Piece], num_shards: int) -> list[list[int]]:
     if len(loads) < num_shards:
         what, allowed = "the server has more shards than there are parts of trained tensors", f"1 to {len(loads)}"
         raise ConfigError(what, where="islands.server_shards", found=num_shards, allowed=allowed)
+    # In one order, so that all ranks choose alike.
     segments = sorted(loads)
-    shard_of = dict(zip(segments, share_out([loads[one] for one in segments], num_shards), strict=True))
-    return [[index for index, one in enumerate(own) if shard_of[one] == shard] for shard in range(num_shards)]
+    shards = share_out([loads[segment] for segment in segments], num_shards)
+    shard_of = dict(zip(segments, shards, strict=True))
+    indices: list[list[int]] = [[] for _ in range(num_shards)]
+    for index, segment in enumerate(own):
+        indices[shard_of[segment]].append(index)
+    return indices

@@ -1,7 +1,11 @@
-"""The outer optimizer of islands: a step along the mean of what they have changed; its state is in the host's memory.
+"""The outer optimizer of islands: once a round it moves the weights by the mean of the islands' changes.
+
+    change = weights after the last round (outer weights) - weights now         on each island
+    outer weights -= rate * direction(mean of all changes)                      alike on all islands
 
 SGD with Nesterov momentum: DiLoCo (Douillard et al. 2023, arXiv:2311.08105). With the rate 1 and without momentum it
 averages weights (local SGD, FedAvg). Adam without correction of the bias: FedAdam (Reddi et al., arXiv:2003.00295).
+Its state is in the host's memory.
 """
 
 from __future__ import annotations
@@ -20,8 +24,9 @@ from hfdist.islands.vectors import join_vectors, to_cpu_vector
 OUTER_WEIGHT = f"{OPTIONAL}outer_weight"
 """Key of the weights as they were after the last round."""
 OUTER_MOMENTUM = f"{OPTIONAL}outer_momentum"
+"""Key of the momentum of the mean changes."""
 OUTER_SQUARE = f"{OPTIONAL}outer_square"
-"""Key of the mean of squares."""
+"""Key of the mean of the squared mean changes."""
 OUTER_STEP = f"{OPTIONAL}outer_step"
 """Key of the step at which the last round ended."""
 _NEVER = -1
@@ -30,20 +35,23 @@ _NEVER = -1
 
 @dataclass(frozen=True)
 class _Outer:
-    """The outer state of one piece."""
+    """The outer state of one owned piece: float32 tensors on the CPU, of shape [elements]."""
 
     weight: torch.Tensor
-    """Float32, flat, on the CPU."""
     momentum: torch.Tensor
-    """As `weight`; empty where the rule has none, as `square` is."""
+    """The momentum; without elements where the rule has none."""
     square: torch.Tensor
+    """The mean of squares; without elements where the rule has none."""
 
 
 class OuterOptimizer:
-    """Keeps the outer weights, and moves them. All ranks of an island make it together.
+    """The outer weights of the pieces that this rank owns, and the rule that moves them.
+
+    All ranks of an island make it together. The pieces are dealt to `islands.fragments` fragments, so that a streaming
+    run can exchange one fragment at a time.
 
     Args:
-        list_pieces: gives the pieces of this rank's engine, anew each time.
+        list_pieces: lists the pieces of this rank's engine, anew at each call.
         config: `islands.*`.
     """
 
@@ -59,19 +67,20 @@ class OuterOptimizer:
         ]
         """Number of the fragment of each piece that this rank owns."""
         self._step = torch.full((1,), _NEVER)
-        self._outer = [
-            _Outer(
-                torch.zeros(size),
-                torch.zeros(size if self._has_momentum else 0),
-                torch.zeros(size if self._has_square else 0),
-            )
-            for size in (piece.view.numel() for piece in self.owned.own())
-        ]
+        """Step at which the last round ended; a tensor, as a checkpoint reads into it."""
+        self._outer = [self._zeros(piece.view.numel()) for piece in self.owned.own()]
+        """Outer state of each piece that this rank owns."""
         self._digest: str | None = None
+        """Digest of the outer state; None: it has changed since it was computed last."""
+
+    def _zeros(self, size: int) -> _Outer:
+        momentum_size = size if self._has_momentum else 0
+        square_size = size if self._has_square else 0
+        return _Outer(torch.zeros(size), torch.zeros(momentum_size), torch.zeros(square_size))
 
     @property
     def layout(self) -> str:
-        """The layout of the owned pieces."""
+        """A digest that is equal for ranks that hold the same pieces."""
         return self.owned.layout
 
     @property
@@ -80,7 +89,11 @@ class OuterOptimizer:
         return int(self._step)
 
     def begin(self, step: int) -> None:
-        """Begin at the present weights, unless a checkpoint has brought outer state."""
+        """Take the present weights as the outer ones, unless a checkpoint has brought outer state.
+
+        Args:
+            step: the step at which the training begins.
+        """
         self._digest = None
         if self._step == _NEVER:
             self._step.fill_(step)
@@ -88,18 +101,18 @@ class OuterOptimizer:
                 outer.weight.copy_(to_cpu_vector(piece.view))
 
     def digest(self) -> str:
-        """Give a hash of the outer state of this rank."""
+        """Give a digest of the outer state of this rank, as text."""
         if self._digest is None:
-            found = hashlib.blake2b(digest_size=16)
+            computed = hashlib.blake2b(digest_size=16)
             for outer in self._outer:
-                found.update(outer.weight.numpy().data)
-                found.update(outer.momentum.numpy().data)
-                found.update(outer.square.numpy().data)
-            self._digest = found.hexdigest()
+                computed.update(outer.weight.numpy().data)
+                computed.update(outer.momentum.numpy().data)
+                computed.update(outer.square.numpy().data)
+            self._digest = computed.hexdigest()
         return self._digest
 
     def after_load(self) -> None:
-        """Take note that pieces have other values."""
+        """Forget the digest, once others have written into the outer state."""
         self._digest = None
 
     def pieces(self) -> Iterator[Piece]:
@@ -113,7 +126,14 @@ class OuterOptimizer:
         yield Piece(name=self.owned.first_name, key=OUTER_STEP, shape=(1,), start=0, view=self._step)
 
     def changes(self, fragment: int | None) -> torch.Tensor:
-        """Give how far the weights of a fragment, or all, are from the outer ones: float32 of shape [n]."""
+        """Give how far the owned weights of a fragment have moved since the last round.
+
+        Args:
+            fragment: number of the fragment; None: all fragments.
+
+        Returns:
+            Outer weights minus present weights, float32 on the CPU, of shape [owned elements].
+        """
         # A weight of less precision began at the rounded outer one.
         return join_vectors(
             outer.weight.to(piece.view.dtype).float() - to_cpu_vector(piece.view)
@@ -122,29 +142,32 @@ class OuterOptimizer:
         )
 
     def take(self, mean: torch.Tensor, step: int, fragment: int | None) -> None:
-        """Move the outer weights of a fragment, or all, by the mean change of all islands, and the own ones to them.
+        """Move the outer weights of a fragment by the mean change, and set the model's weights to them.
 
         A collective of this island. `engine.after_load` must follow.
 
         Args:
-            mean: of `changes` of all islands.
+            mean: mean, over all islands, of what `changes` has given.
             step: the step after which these changes were computed.
-            fragment: of `changes`.
+            fragment: the fragment for which `changes` was called; None: all fragments.
         """
         moved = [
             outer for outer, number in zip(self._outer, self._own_fragments, strict=True) if fragment in (None, number)
         ]
-        changes = mean.split([len(outer.weight) for outer in moved]) if moved else ()
-        for outer, change in zip(moved, changes, strict=True):
+        start = 0
+        for outer in moved:
+            change = mean[start : start + len(outer.weight)]
+            start += len(outer.weight)
             outer.weight.sub_(self._direction(outer, change), alpha=self._config.outer_lr)
         self._step.fill_(step)
         self._digest = None
-        among = [fragment in (None, number) for number in self._fragments]
+        changes_held = [fragment in (None, number) for number in self._fragments]
         # After the last exchange of a run no share of the island's own weights stays.
         mix = 0.0 if fragment is None else self._config.mix
-        self.owned.spread([outer.weight for outer in moved], among=among, mix=mix)
+        self.owned.spread([outer.weight for outer in moved], among=changes_held, mix=mix)
 
     def _direction(self, outer: _Outer, change: torch.Tensor) -> torch.Tensor:
+        """Update the momentum of a piece, and give the direction of its step, of the shape of `change`."""
         config, momentum = self._config, self._config.outer_momentum
         if self._has_square:
             outer.momentum.lerp_(change, 1 - momentum)

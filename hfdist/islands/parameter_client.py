@@ -1,6 +1,12 @@
-"""An island of a parameter server: its optimizer keeps gradients in place of a step; it pushes them, and takes weights.
+"""An island of a parameter server: it sends the gradients of each step to the server, and takes the server's weights.
 
-What the server's optimizer keeps is fetched for checkpoints, under the names that it has in any other run.
+For a checkpoint it fetches the state of the server's optimizer, too, and saves it under the names of any other run.
+Each rank speaks for the tensors that it owns. They are cut into parts, and each shard of the server has some of these:
+
+    owned pieces    piece 0          piece 1        one exchange with shard 0, `_shards[0] == [0, 2]`:
+    parts           0      1      2                   to it      gradients of part 0 | part 2
+    shards          |-0-|  |-1-|  |-0-|               from it    weights of part 0 | part 2
+                                                                 each tensor of the optimizer, part 0 | part 2
 """
 
 from __future__ import annotations
@@ -28,23 +34,24 @@ from hfdist.islands.vectors import join_vectors, to_cpu_vector
 from hfdist.messages.message import Message
 
 _GRADIENT = "gradient"
+"""Key of a parameter's gradient in the state of a `GradientRecorder`."""
 _MOST_CONNECTIONS = 3
-"""The most connections that end one after another before anything has come."""
+"""The most connections in a row that may end before weights have come."""
 
 
 class Place(TypedDict):
-    """Where an island is."""
+    """How far the island that is ahead of all others has trained."""
 
     step: int
     state: dict[str, object]
-    """What others need besides tensors to go on from there."""
+    """The state that another island needs besides tensors to go on from that step."""
 
 
 class GradientRecorder(torch.optim.SGD):
     """SGD that keeps the gradients of its last step. The weights that it makes are replaced by the server's."""
 
     has_taken: bool = False
-    """Whether it has gradients; not once they are pushed, nor where they were not finite."""
+    """Whether there are gradients of a step that are not pushed yet; a step that was skipped leaves none."""
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # type: ignore[override]
@@ -55,7 +62,7 @@ class GradientRecorder(torch.optim.SGD):
                 if _GRADIENT not in state:
                     state[_GRADIENT] = torch.zeros_like(parameter)
                 if parameter.grad is None:
-                    # Not that of an earlier step once more.
+                    # The gradient of an earlier step must not be pushed again.
                     state[_GRADIENT].zero_()
                 else:
                     state[_GRADIENT].copy_(parameter.grad)
@@ -64,12 +71,12 @@ class GradientRecorder(torch.optim.SGD):
 
 
 class ParameterClient:
-    """An island's part. All its ranks make it and call its methods together.
+    """One rank's exchange with a parameter server. All ranks of an island make it and call its methods together.
 
     Args:
         config: `islands.*`.
-        optimizer: of the server.
-        list_pieces: gives the pieces of this rank's engine, anew each time.
+        optimizer: settings of the server's optimizer.
+        list_pieces: lists the pieces of this rank's engine, anew at each call.
     """
 
     def __init__(
@@ -78,31 +85,33 @@ class ParameterClient:
         self._config, self._owned = config, OwnedPieces(list_pieces)
         self._slots = find_slots(optimizer)
         self._updates = torch.zeros(())
+        """Number of steps of the server's optimizer that have made the weights."""
         own = self._owned.own()
-        self._kept = {key: [torch.zeros(piece.view.numel()) for piece in own] for key in self._slots.tensors}
-        """What the server's optimizer keeps of each own piece, by slot, as the last answer or a checkpoint has it."""
-        self._kept_parts = [cut_values(own, values) for values in self._kept.values()]
-        """Views of `_kept`, by slot."""
-        self._indices = share_out_parts(cut(own), config.server_shards)
-        """Indices, among the parts of own pieces, of those that each shard of the server has."""
+        self._states = {key: [torch.zeros(piece.view.numel()) for piece in own] for key in self._slots.tensors}
+        """State of the server's optimizer, by key and owned piece, as the last answer or a checkpoint has it."""
+        self._state_parts = [cut_values(own, values) for values in self._states.values()]
+        """Views of `_states`, by key and part."""
+        self._shards = share_out_parts(cut(own), config.server_shards)
+        """Indices of the parts that each shard of the server has."""
         self._members: ShardMembers | None = None
         """The connections to the server; None before and after a training."""
         self._figures: dict[str, float] = {}
 
     @property
     def layout(self) -> str:
-        """Equal for ranks that hold the same pieces."""
+        """A digest that is equal for ranks that hold the same pieces."""
         return self._owned.layout
 
     def pieces(self, of_engine: Iterable[Piece]) -> Iterator[Piece]:
-        """List what a checkpoint holds: the engine's weights, and the optimizer's state in place of gradients."""
-        numbers = (STEP,) if self._slots.counts else (TRAINED,)
+        """List the pieces of a checkpoint: the engine's weights, and the optimizer's state in place of gradients."""
+        number = STEP if self._slots.counts else TRAINED
         for piece in of_engine:
-            if piece.key in (WEIGHT, MASTER, *numbers):
+            if piece.key in (WEIGHT, MASTER, number):
                 yield piece
             elif piece.key == TRAINED:
+                # SGD counts no steps, and the server's optimizer does.
                 yield replace(piece, key=STEP, view=self._updates)
-        for key, values in self._kept.items():
+        for key, values in self._states.items():
             for piece, value in zip(self._owned.own(), values, strict=True):
                 yield replace(piece, key=key, view=value, set_number=None)
 
@@ -110,12 +119,12 @@ class ParameterClient:
         """Connect to the server, and take its weights.
 
         Args:
-            job: what must be the same on all islands, by key.
-            step: at which this island is.
-            state: what others need besides tensors to go on from there, as JSON.
+            job: values that must be the same on all islands, by key.
+            step: the step that this island has trained to.
+            state: the state that another island needs besides tensors to go on from that step, as JSON.
 
         Returns:
-            That of the island that is ahead of all.
+            The step and state of the island that is ahead of all others.
 
         Raises:
             PeerError: the server does not answer.
@@ -129,39 +138,48 @@ class ParameterClient:
 
         Args:
             step: the step that has just ended.
-            recorder: has them.
-            targets: of the step, over this island.
-            state: as of `connect`.
+            recorder: the optimizer that has kept the gradients of this step.
+            targets: number of targets in the step, over all ranks of this island.
+            state: the state that another island needs besides tensors to go on from this step, as JSON.
 
         Returns:
-            None; or, if the connection had ended, what `connect` gives.
+            None; or, if the connection had ended, the step and state of the island that is ahead of all others.
+
+        Raises:
+            PeerError: the server does not answer, or has no weights any more.
+            ConfigError: the server refuses this island when it connects anew.
         """
         begin = time.monotonic()
         # Part by part, so that it does not matter which parts a shard has.
         coded = [encode(self._config.codec, to_cpu_vector(part.view)) for part in cut(self._owned.own_state(_GRADIENT))]
-        contents = [b"".join(coded[index] for index in of_shard) for of_shard in self._indices]
-        # A step that was skipped counts nothing; one rank's parameters may have no part in a step.
+        contents = [b"".join(coded[index] for index in indices) for indices in self._shards]
+        # A step that was skipped counts nothing. One rank's parameters may have no part in a step.
         has_taken = any(gather_json(recorder.has_taken))
-        message = {"push": step, "targets": targets if has_taken else 0.0, "state": state if rank() == 0 else None}
         recorder.has_taken = False
-        other_island = None
-        answers = self._ask(message, [{"push": step}] * (len(contents) - 1), contents)
+        first = {"push": step, "targets": targets if has_taken else 0.0, "state": state if rank() == 0 else None}
+        answers = self._ask([first, *({"push": step} for _ in contents[1:])], contents)
+        furthest: Place | None = None
         if answers is not None:
             self._take(answers, with_slots=False)
         else:
-            other_island = self._join(step, state, may_begin=False)
-        self._figures["islands/sent_bytes"] = self._figures.get("islands/sent_bytes", 0) + sum(map(len, contents))
-        waited = self._figures.get("islands/wait_seconds", 0.0) + time.monotonic() - begin
-        self._figures |= {"islands/wait_seconds": waited, "islands/updates": float(self._updates)}
-        return other_island
+            furthest = self._join(step, state, may_begin=False)
+        self._add_figures(sent_bytes=sum(map(len, contents)), wait_seconds=time.monotonic() - begin)
+        return furthest
+
+    def _add_figures(self, *, sent_bytes: int, wait_seconds: float) -> None:
+        """Add an exchange that has ended to the figures of the next training line."""
+        figures = self._figures
+        figures["islands/sent_bytes"] = figures.get("islands/sent_bytes", 0) + sent_bytes
+        figures["islands/wait_seconds"] = figures.get("islands/wait_seconds", 0.0) + wait_seconds
+        figures["islands/updates"] = float(self._updates)
 
     def fetch(self) -> None:
-        """Take weights, and what the server's optimizer keeps of them, for a checkpoint.
+        """Take the server's weights and the state of its optimizer, for a checkpoint.
 
         Raises:
             PeerError: the connection has ended.
         """
-        answers = self._ask({"pull": 1})
+        answers = self._ask([{"pull": 1}], [b""])
         if answers is None:
             assert self._members is not None
             self._members.hear_why()
@@ -170,65 +188,74 @@ class ParameterClient:
         self._take(answers, with_slots=True)
 
     def figures(self) -> dict[str, float]:
-        """Give what a training line says of exchanges since the last line, of this rank."""
+        """Give what a training line says of this rank's exchanges since the last line, by metric, and count anew."""
         figures, self._figures = self._figures, {}
         return figures
 
     def leave(self) -> None:
-        """Take part no more."""
+        """Tell the server that this island has ended, and close the connections."""
         assert self._members is not None
         self._members.leave()
         self._members = None
 
     def _join(self, step: int, state: object, *, may_begin: bool) -> Place:
-        """Bring what this island has, to begin with it or to be given what the others have.
+        """Send the tensors of this island, which the server begins with, or answers with those that it has.
 
-        `may_begin` is False after a step: what the optimizer keeps is then older than the weights.
+        `may_begin` is False after a step: the state of the optimizer here is then older than the weights.
         """
         assert self._members is not None
+        progress = {
+            "step": step,
+            "updates": int(self._updates),
+            "may_begin": may_begin,
+            "state": state if rank() == 0 else None,
+        }
         for _ in range(_MOST_CONNECTIONS):
             self._members.connect()
-            parts = cut(self._owned.own())
-            rows = [[to_cpu_vector(part.view) for part in parts], *self._kept_parts]
-            contents = [
-                join_vectors(row[index] for row in rows for index in of_shard).numpy().tobytes()
-                for of_shard in self._indices
-            ]
-            first, *others = [
-                {"segments": [Segment.of(parts[index]) for index in of_shard]} for of_shard in self._indices
-            ]
-            message = {"step": step, "updates": int(self._updates), "may_begin": may_begin}
-            answers = self._ask(first | message | {"state": state if rank() == 0 else None}, others, contents)
+            messages, contents = self._describe_parts()
+            answers = self._ask([messages[0] | progress, *messages[1:]], contents)
             if answers is not None:
                 self._take(answers, with_slots=True)
-                furthest: Place = gather_json({"step": answers[0]["step"], "state": answers[0]["state"]})[0]
+                own_answer = answers[0]
+                furthest: Place = gather_json({"step": own_answer["step"], "state": own_answer["state"]})[0]
                 return furthest
         what = "the server of the islands has ended each connection, or was started anew and has no weights"
         hint = "its own lines say why; the same command goes on from the last checkpoint"
         raise PeerError(what, where="islands.address", found=self._config.address, hint=hint)
 
-    def _ask(
-        self,
-        first: Mapping[str, object],
-        others: Sequence[Mapping[str, object]] = (),
-        contents: Sequence[bytes] = (b"",),
-    ) -> list[Message] | None:
+    def _describe_parts(self) -> tuple[list[dict[str, object]], list[bytes]]:
+        """Give for each shard the segments of its parts, and their values: weights, then the optimizer's tensors."""
+        parts = cut(self._owned.own())
+        rows = [[to_cpu_vector(part.view) for part in parts], *self._state_parts]
+        messages: list[dict[str, object]] = []
+        contents = []
+        for indices in self._shards:
+            messages.append({"segments": [Segment.of(parts[index]) for index in indices]})
+            values = join_vectors(row[index] for row in rows for index in indices)
+            contents.append(values.numpy().tobytes())
+        return messages, contents
+
+    def _ask(self, messages: Sequence[Mapping[str, object]], contents: Sequence[bytes]) -> list[Message] | None:
         """Send on all ranks, and wait for weights; None: the connection of some rank has ended."""
         assert self._members is not None
-        return self._members.ask([first, *others], contents)
+        return self._members.ask(messages, contents)
 
     def _take(self, answers: Sequence[Message], *, with_slots: bool) -> None:
-        """Take weights, and what the server's optimizer keeps of them if that was asked for, from all shards."""
+        """Take weights from the answers of all shards; `with_slots`: and the state of the server's optimizer."""
         own = self._owned.own()
         weights = [torch.empty(piece.view.numel()) for piece in own]
-        rows = [cut_values(own, weights), *(self._kept_parts if with_slots else [])]
-        for answer, of_shard in zip(answers, self._indices, strict=True):
-            if not of_shard:
+        rows = [cut_values(own, weights)]
+        if with_slots:
+            rows += self._state_parts
+        for answer, indices in zip(answers, self._shards, strict=True):
+            if not indices:
+                # torch makes no tensor of no bytes.
                 continue
             values = torch.frombuffer(bytearray(answer["payload"]), dtype=torch.float32).view(len(rows), -1)
-            sizes = [rows[0][index].numel() for index in of_shard]
-            for row, of_row in zip(rows, values, strict=True):
-                for index, value in zip(of_shard, of_row.split(sizes), strict=True):
+            sizes = [rows[0][index].numel() for index in indices]
+            for row, row_values in zip(rows, values, strict=True):
+                for index, value in zip(indices, row_values.split(sizes), strict=True):
                     row[index].copy_(value)
+        # An answer with weights says under this key how many updates have made them.
         self._updates.fill_(int(answers[0]["weights"]))
         self._owned.spread(weights)

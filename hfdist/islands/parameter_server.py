@@ -1,9 +1,13 @@
 """A parameter server: islands push gradients, it steps the optimizer, and gives them weights.
 
-Synchronous: it waits for all islands, and steps once with the mean of what they push, weighted by their targets, as ddp
-does. Else each push is a step. With bounded staleness (stale synchronous parallel, Ho et al. 2013) an island waits for
-weights while it is more than so many steps ahead of the slowest one. A step has the rate that the schedule has for it,
-and leaves out what is not finite.
+    staleness 0       synchronous: it waits for the pushes of all islands, and steps once with their mean, weighted by
+                      their targets, as ddp does
+    staleness n       each push is a step; an island waits for weights while it is more than n steps ahead of the
+                      slowest one (stale synchronous parallel, Ho et al. 2013)
+    staleness None    each push is a step, and no island waits for another
+
+A step has the rate of the schedule, and leaves out pushes that are not finite. This process has the first shard of the
+tensors, and tells all shards what to do, one command after another.
 """
 
 from __future__ import annotations
@@ -12,8 +16,9 @@ import asyncio
 import functools
 import math
 from collections import Counter
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import Callable, Collection, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from hfdist.errors import named_line
 from hfdist.islands.membership import Island, JobIslands
@@ -23,51 +28,61 @@ from hfdist.messages.message import Message, NotAMessageError
 from hfdist.optim.schedule import rate_at
 
 _MOST_STEPS = 2**40
+"""The steps of a job that does not say how many it has."""
 _MOST_BAD = 5
 """Number of pushes in a row that are left out before the island itself is."""
-_ShardRank = tuple[int, int]
-"""Number of a shard, and a rank."""
+_CLIP_EPS = 1e-6
+"""What torch.nn.utils.clip_grad_norm_ adds to the norm, too."""
+
+
+class _ShardRank(NamedTuple):
+    shard: int
+    rank: int
 
 
 @dataclass
 class _Worker:
-    """An island."""
+    """An island as the server follows it: it brings its tensors, trains, pushes, and waits for weights."""
 
     island: Island
     num_shards: int
     layout: dict[_ShardRank, str] = field(default_factory=dict)
     """Digests of the segments that each rank has brought to each shard."""
     pushed: set[_ShardRank] = field(default_factory=set)
-    """Ranks that have pushed, and to which shards."""
+    """Ranks whose gradients have come, and to which shards."""
     updates: int = 0
+    """Number of the optimizer's steps that have made the weights that the island has brought."""
     step: int = 0
+    """Step of the island's last whole push, or of the weights that it was given at its begin."""
     next_step: int = 0
-    """Step of what is being pushed."""
+    """Step of the push that is coming."""
     targets: float = 0.0
-    """Targets of the step that is being pushed."""
+    """Number of targets in that step."""
     state: object = None
-    """What others need besides tensors to go on from its step."""
+    """The state that another island needs besides tensors to go on from the island's step."""
     pulls: set[int] = field(default_factory=set)
-    """Ranks that ask for weights and slots."""
+    """Ranks that ask for weights and the optimizer's tensors."""
     trains: bool = False
+    """Whether the island was given weights to train with."""
     waits: bool = False
-    """Whether it has pushed, and waits for weights."""
+    """Whether the island has pushed, and waits for weights."""
 
-    def has_all(self, noted: Mapping[_ShardRank, str] | set[_ShardRank]) -> bool:
-        """Whether there is something of each rank at each shard."""
+    def has_all(self, noted: Collection[_ShardRank]) -> bool:
+        """Whether something was noted of each rank of the island at each shard."""
         return self.island.is_complete and len(noted) == self.num_shards * len(self.island.addresses)
 
 
 class ParameterServer:
-    """Serves the islands of one job.
+    """The coordinator of a job whose islands push gradients.
 
     Args:
-        job: what all islands have alike, by key.
-        islands: of the job.
-        links: to the other shards, of which each has a part of the tensors; this process has the first.
+        job: values that all islands have alike, by key.
+        islands: the connected islands of the job.
+        links: connections to the other shards, in order; this process has the first shard.
 
     Raises:
-        NotAMessageError: a job that no island would have.
+        NotAMessageError: the job is one that no island would have.
+        ConfigError: the job's optimizer cannot be stepped here.
     """
 
     def __init__(self, job: Message, islands: JobIslands, links: Sequence[ShardLink]) -> None:
@@ -89,7 +104,9 @@ class ParameterServer:
         self._state: object = None
         """State of the island that is ahead of all others, without tensors."""
         self._order = asyncio.Lock()
+        """Held by the commands to the shards that are under way: later ones wait in their order."""
         self._tasks: set[asyncio.Task[None]] = set()
+        """Tasks that are under way: an event loop holds them weakly."""
         self._loop = asyncio.get_running_loop()
         self._own = ParameterShard(job, self._send)
         for number, link in enumerate(links, 1):
@@ -99,11 +116,11 @@ class ParameterServer:
     # ---- messages ----
 
     def most_bytes(self, rank: int, message: Message) -> int:
-        """Give what follows a message: what a rank brings as it comes, or its gradients."""
+        """Give how many bytes may follow a message: the tensors that a rank brings at first, or its gradients."""
         return self._own.most_bytes(rank, message)
 
     def take(self, island: Island, rank: int, message: Message, payload: bytes) -> None:
-        """Take what a rank has sent."""
+        """Act on what a rank brings, pushes or asks for; NotAMessageError: no rank would send it."""
         worker = self._worker_of(island)
         if "segments" in message:
             self._bring(worker, rank, message, payload)
@@ -123,7 +140,7 @@ class ParameterServer:
         """Do nothing: islands that are slow are waited for."""
 
     def lose(self, index: int) -> None:
-        """Go on without an island."""
+        """Go on without the island of this index, which has left."""
         worker = self._workers.pop(index, None)
         self._bad.pop(index, None)
         if worker is not None and self._islands:
@@ -132,11 +149,11 @@ class ParameterServer:
         self._go_on()
 
     def _hear_shard(self, shard: int, message: Message) -> None:
-        """Take what another shard says of a rank."""
+        """Take the report of another shard on what a rank has brought to it."""
         ticket = message.text("ticket")
         island = next((one for one in self._islands.values() if one.ticket == ticket), None)
         if island is None:
-            # It was lost meanwhile.
+            # The island was lost meanwhile.
             self._drop(ticket)
         elif "bad" in message:
             self._end(island, message.text("bad"))
@@ -150,16 +167,18 @@ class ParameterServer:
         return worker
 
     def _bring(self, worker: _Worker, rank: int, message: Message, payload: bytes) -> None:
+        """Take the tensors of a rank whose island has connected."""
         step, updates = message.integer("step", most=self._max_steps), message.integer("updates")
         if rank == 0:
             worker.step, worker.updates, worker.state = step, updates, dict(message.mapping("state"))
         if self._layout is None and not message.flag("may_begin"):
-            # What its optimizer had kept was at a server that is gone.
+            # The state of its optimizer was at a server that is gone.
             self._say(f"island {worker.island.index} must go on from its checkpoint: this server has no weights")
             raise ConnectionResetError
         self._note(worker, 0, rank, Message(self._own.keep(worker.island.ticket, rank, message, payload)))
 
     def _push(self, worker: _Worker, rank: int, message: Message, payload: bytes) -> None:
+        """Take the gradients of a rank."""
         step = message.integer("push", least=1, most=min(self._max_steps, worker.step + 1))
         targets = message.number("targets")
         kept = self._own.keep(worker.island.ticket, rank, message, payload)
@@ -171,19 +190,20 @@ class ParameterServer:
         self._note(worker, 0, rank, Message(kept))
 
     def _note(self, worker: _Worker, shard: int, rank: int, kept: Message) -> None:
-        """Note what a shard keeps of a rank, and go on once each has all of the island's."""
+        """Note that a shard has tensors or gradients of a rank, and go on once all have come of the island."""
         if "segments" in kept:
-            worker.layout[shard, rank] = kept.text("segments")
+            worker.layout[_ShardRank(shard, rank)] = kept.text("segments")
             if worker.has_all(worker.layout):
                 self._begin_or_admit(worker)
             return
-        worker.pushed.add((shard, rank))
+        worker.pushed.add(_ShardRank(shard, rank))
         if not worker.has_all(worker.pushed):
             return
         worker.step, worker.waits = worker.next_step, True
         self._go_on([] if self._staleness == 0 else [worker])
 
     def _begin_or_admit(self, worker: _Worker) -> None:
+        """Let an island train with the present weights; or, once enough have come, all with those of the newest."""
         if self._layout is not None:
             self._admit([worker])
             return
@@ -199,7 +219,7 @@ class ParameterServer:
         self._say(f"islands {', '.join(str(one.island.index) for one in admitted)} train from step {newest.step}")
 
     def _admit(self, workers: Sequence[_Worker]) -> list[_Worker]:
-        """Let islands train that have the parameters of the store, and end the others; give those that train."""
+        """Give weights to the islands whose parameters are those of the store, and end the others; list the first."""
         admitted = []
         for worker in workers:
             if worker.layout != self._layout:
@@ -213,14 +233,20 @@ class ParameterServer:
     # ---- who waits for whom ----
 
     def _go_on(self, pushed: Sequence[_Worker] = ()) -> None:
-        """Step, if there is what to step with, and give weights to those that need not wait any more."""
+        """Step with pushes, if there are any, and give weights to the islands that need not wait any more.
+
+        Args:
+            pushed: islands whose pushes are a step of their own; none in a synchronous job, where all make one step.
+        """
         training = [worker for worker in self._workers.values() if worker.trains]
-        waiting = [worker for worker in training if worker.waits]
+        ready = [worker for worker in training if worker.waits]
         if self._staleness == 0:
-            pushed = ready = training if len(waiting) == len(training) else []
-        else:
-            slowest = min((worker.step for worker in training), default=0)
-            ready = [one for one in waiting if self._staleness is None or one.step <= slowest + self._staleness]
+            if len(ready) < len(training):
+                return
+            pushed = ready
+        elif self._staleness is not None and ready:
+            slowest = min(worker.step for worker in training)
+            ready = [worker for worker in ready if worker.step <= slowest + self._staleness]
         for worker in ready:
             worker.waits = False
         if pushed:
@@ -230,11 +256,12 @@ class ParameterServer:
 
     # ---- the shards, one call after another, beside the beats ----
 
-    def _update(self, workers: Sequence[_Worker], ready: Sequence[_Worker]) -> None:
-        # All are added in one order, so that sums are the same whoever has connected first.
-        targets = {one.island: one.targets for one in sorted(workers, key=lambda worker: worker.island.index)}
-        lr = self._rate_at(max(worker.step for worker in workers) - 1)
-        for worker in workers:
+    def _update(self, pushed: Sequence[_Worker], ready: Sequence[_Worker]) -> None:
+        """Step with the pushes of some islands, and then give weights to those that are ready."""
+        # In one order, so that the same sums are made whoever has connected first.
+        targets = {one.island: one.targets for one in sorted(pushed, key=lambda worker: worker.island.index)}
+        lr = self._rate_at(max(worker.step for worker in pushed) - 1)
+        for worker in pushed:
             worker.pushed = set()
         give, told = _give(ready), self._told
         self._do(lambda: self._step_with(targets, lr, give, told))
@@ -242,14 +269,16 @@ class ParameterServer:
     async def _step_with(
         self, targets: Mapping[Island, float], lr: float, give: dict[str, object], told: dict[str, object]
     ) -> None:
-        """Step with what is finite of the pushes of islands, weighted by their targets, and give weights.
-
-        A shard is asked twice: what it has taken must be known of all, and the norm. It is asked a third time only if
-        something is not finite.
-        """
+        """Step with the finite pushes of islands, weighted by their targets, and give weights."""
+        # take    each shard adds up its part of all pushes, and says what is finite, and its squares
+        # add     only if something is not finite: each shard adds up the good pushes alone
+        # step    each shard scales by the norm over all shards, steps, and gives weights
         answers = await self._ask({"take": _shares(targets)})
-        finite = [all(of_shards) for of_shards in zip(*(answer.list("finite") for answer in answers), strict=True)]
-        good = {island: number for (island, number), ok in zip(targets.items(), finite, strict=True) if ok}
+        good = dict(targets)
+        for answer in answers:
+            for island, is_finite in zip(targets, answer.list("finite"), strict=True):
+                if not is_finite:
+                    good.pop(island, None)
         if len(good) < len(targets):
             answers = await self._ask({"add": _shares(good)})
         # The sum is exact, and so the same for any number of shards.
@@ -257,14 +286,17 @@ class ParameterServer:
         step: dict[str, object] = {}
         if sum(good.values()) > 0:
             if math.isfinite(norm):
-                # torch.nn.utils.clip_grad_norm_ computes it so.
-                step = {"step": min(1.0, self._max_norm / (norm + 1e-6)), "lr": lr}
+                step = {"step": min(1.0, self._max_norm / (norm + _CLIP_EPS)), "lr": lr}
             else:
                 self._say("a step is left out: the sum of what islands have pushed is not finite")
         await self._ask(step | give, of_first={"told": told})
-        for island in targets:
+        self._count_bad(targets, good)
+
+    def _count_bad(self, pushed: Collection[Island], good: Collection[Island]) -> None:
+        """Count the pushes in a row of each island that were left out, and end who has sent too many."""
+        for island in pushed:
             if self._islands.get(island.index) is not island:
-                # It has left meanwhile: who comes back under its index begins anew.
+                # The island has left meanwhile: who comes back under its index begins anew.
                 continue
             if island in good:
                 self._bad.pop(island.index, None)
@@ -275,37 +307,46 @@ class ParameterServer:
                 self._end(island, f"what it has pushed is not finite, {_MOST_BAD} times in a row")
 
     def _answer(self, workers: Sequence[_Worker], *, with_slots: bool) -> None:
+        """Let all shards give weights to some islands; `with_slots`: and the optimizer's tensors."""
         if workers:
             give, told = _give(workers, with_slots=with_slots), self._told
             self._do(lambda: self._ask(give, of_first={"told": told}))
 
     @property
     def _told(self) -> dict[str, object]:
-        """What the first shard says with the weights that it gives: of the island that is ahead of all others."""
+        """The step and state of the island that is ahead of all others, which the first shard sends with weights."""
         return {"step": self._step, "state": self._state}
 
     def _drop(self, ticket: str) -> None:
+        """Let all shards forget what the island with a ticket has brought."""
         self._do(lambda: self._ask({"drop": ticket}))
 
     async def _ask(
         self, command: Mapping[str, object], *, of_first: Mapping[str, object] | None = None
     ) -> list[Message]:
-        """Say the same to all shards, and give their answers; `of_first`: what the first is told besides."""
+        """Send a command to all shards, and give their answers, in order.
+
+        Args:
+            command: the command.
+            of_first: members of the command that only the first shard gets, in place of those of the same name.
+        """
+        to_first = Message({**command, **(of_first or {})})
 
         async def ask_own() -> Message:
-            return Message(await asyncio.to_thread(self._own.obey, Message({**command, **(of_first or {})})))
+            return Message(await asyncio.to_thread(self._own.obey, to_first))
 
         return await asyncio.gather(ask_own(), *(link.ask(command) for link in self._links))
 
     def _do(self, call: Callable[[], Coroutine[None, None, object]]) -> None:
-        """Let a call run after all earlier ones."""
+        """Let a call run once all earlier ones have ended, beside the reading of messages."""
 
         async def run() -> None:
-            # It wakes who waits in their order. A shard that has ended ends all islands.
             try:
+                # The lock is given in the order in which the tasks have asked for it.
                 async with self._order:
                     await call()
             except ConnectionResetError:
+                # A shard has ended, and with that the server ends all islands.
                 pass
             except Exception as error:
                 # Such as memory that is not there: else islands would wait for weights that never come.
@@ -317,6 +358,7 @@ class ParameterServer:
         task.add_done_callback(self._tasks.discard)
 
     def _send(self, ticket: str, rank: int, message: Mapping[str, object], payload: bytes) -> None:
+        """Send to a rank; the thread of the own shard calls this, and the connections belong to the event loop."""
         self._loop.call_soon_threadsafe(self._send_now, ticket, rank, message, payload)
 
     def _send_now(self, ticket: str, rank: int, message: Mapping[str, object], payload: bytes) -> None:
@@ -326,11 +368,13 @@ class ParameterServer:
 
 
 def _give(workers: Sequence[_Worker], *, with_slots: bool = False) -> dict[str, object]:
-    """Say to a shard who gets weights."""
+    """Make the command by which a shard gives weights to some islands."""
     return {"give": [worker.island.ticket for worker in workers], "told": {}, "with_slots": with_slots}
 
 
 def _shares(targets: Mapping[Island, float]) -> dict[str, float]:
-    """Give the share of each island in a step, by its ticket."""
+    """Give the share of each island in the targets of a step, by its ticket; 0 for all if there are no targets."""
     total = sum(targets.values())
-    return {island.ticket: number / total if total > 0 else 0.0 for island, number in targets.items()}
+    if total == 0:
+        return {island.ticket: 0.0 for island in targets}
+    return {island.ticket: number / total for island, number in targets.items()}

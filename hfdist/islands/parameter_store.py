@@ -1,12 +1,13 @@
-"""Weights and optimizer of a parameter server, in float32 on the CPU, as the ranks of an island exchange them.
+"""The weights of a parameter server and the optimizer that steps them, in float32 on the CPU.
 
-All is computed segment by segment, so that one comes to the same bits whichever others are beside it.
+Each segment (some elements of a parameter) is stepped by itself, so that its bits do not depend on the other segments
+that the server has.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
@@ -23,23 +24,24 @@ from hfdist.optim.trial_step import state_after_step
 
 
 class OptimizerSlots(NamedTuple):
-    """What an optimizer keeps."""
+    """The state that an optimizer keeps for each parameter."""
 
     tensors: tuple[str, ...]
-    """Keys of tensors as large as the parameter."""
+    """Keys of the state's tensors, each of the parameter's shape, such as `exp_avg`."""
     counts: bool
-    """Whether it counts its steps."""
+    """Whether the state has the number of steps."""
 
 
 def find_slots(config: OptimizerConfig) -> OptimizerSlots:
-    """Find what the optimizer keeps.
+    """Find the state that the optimizer of these settings keeps for each parameter, by a step of a small matrix.
 
     Raises:
-        ConfigError: it needs whole parameters, or keeps what a server does not give back.
+        ConfigError: the optimizer needs whole parameters, or its state has something that a server does not give back.
     """
     optimizer = make_small(config)
     check(optimizer, Reach.element, is_saved=True)
-    group, matrix = optimizer.param_groups[0], torch.zeros(4, 4)
+    group = optimizer.param_groups[0]
+    matrix = torch.zeros(4, 4)
     state = state_after_step(optimizer, group, matrix)
     tensors = tuple(key for key, value in state.items() if torch.is_tensor(value) and value.shape == matrix.shape)
     others = {key for key, value in state.items() if key not in tensors and value is not None} - {STEP}
@@ -52,17 +54,23 @@ def find_slots(config: OptimizerConfig) -> OptimizerSlots:
 
 
 class ParameterStore:
-    """Steps with gradients of all ranks of an island.
+    """Weights and an optimizer that steps them once all gradients of a step are added.
+
+    A store has one row of values for the weights and one for each tensor that the optimizer keeps:
+
+        values of rank 0    weight       segment 0 | segment 1 | ...      a parameter is a view of the first row,
+                            exp_avg      segment 0 | segment 1 | ...      and its state is views of the others
+                            exp_avg_sq   segment 0 | segment 1 | ...
 
     Args:
-        optimizer: whose rate comes with each step.
-        segments: by rank.
-        contents: by rank: float32 weights, and then each slot of the optimizer.
-        updates: steps so far.
+        optimizer: the optimizer's settings; each call of `step` brings the rate.
+        segments: the segments of each rank of an island, by rank.
+        contents: float32 values of each rank as bytes, by rank: the rows above, one after the other.
+        updates: number of steps that the optimizer has done so far.
 
     Raises:
-        ConfigError: see `find_slots`.
-        ValueError: contents of another size.
+        ConfigError: a parameter server cannot step this optimizer.
+        ValueError: the contents of a rank have another size than its segments.
     """
 
     def __init__(
@@ -75,46 +83,41 @@ class ParameterStore:
         self.updates = updates
         self.segments = {rank: tuple(own) for rank, own in segments.items()}
         slots = find_slots(optimizer)
-        self._values = {
-            rank: torch.frombuffer(bytearray(content), dtype=torch.float32).view(1 + len(slots.tensors), -1)
-            if content
-            else torch.empty(1 + len(slots.tensors), 0)
-            for rank, content in contents.items()
-        }
-        """Weights and slots by rank, of shape [weights and slots, elements]."""
+        self._values = {rank: _read_rows(content, 1 + len(slots.tensors)) for rank, content in contents.items()}
+        """Values of each rank, of shape [weights and tensors of the optimizer, elements]."""
         self._parameters: dict[int, list[nn.Parameter]] = {}
-        self._counted: list[nn.Parameter] = []
-        """Each element of the model once: tensor ranks hold some of them alike."""
-        states, known = {}, set()
+        """A parameter for each segment, by rank."""
+        states: dict[torch.Tensor, dict[str, torch.Tensor]] = {}
         for rank, own in self.segments.items():
             sizes = [segment.num_elements for segment in own]
-            if self.num_elements(rank) != sum(sizes):
-                raise ValueError(f"{self.num_elements(rank)} weights of rank {rank} are not {sum(sizes)}")
-            weights, *kept = (row.split(sizes) if own else () for row in self._values[rank])
-            self._parameters[rank] = [nn.Parameter(weight) for weight in weights]
-            for place, (segment, parameter) in enumerate(zip(own, self._parameters[rank], strict=True)):
-                states[parameter] = {key: kept[number][place] for number, key in enumerate(slots.tensors)}
-                if slots.counts:
-                    states[parameter][STEP] = torch.tensor(float(updates))
-                if segment not in known:
-                    known.add(segment)
-                    self._counted.append(parameter)
-        kind, settings = find_optimizer(optimizer, warmup_steps=0)
-        # Only matrices decay, as in the Trainer.
-        groups: dict[bool, list[nn.Parameter]] = {True: [], False: []}
-        for rank, own in self.segments.items():
-            for segment, parameter in zip(own, self._parameters[rank], strict=True):
-                groups[len(segment.shape) >= 2].append(parameter)
-        decay = {True: optimizer.weight_decay, False: 0.0}
-        settings.pop("weight_decay", None)
-        self._optimizer: torch.optim.Optimizer = kind(
-            [{"params": own, "weight_decay": decay[is_matrix]} for is_matrix, own in groups.items() if own], **settings
-        )
+            weights, *rows = self._values[rank]
+            if len(weights) != sum(sizes):
+                raise ValueError(f"{len(weights)} weights of rank {rank} are not {sum(sizes)}")
+            self._parameters[rank] = [nn.Parameter(weight) for weight in _split(weights, sizes)]
+            for parameter in self._parameters[rank]:
+                states[parameter] = {STEP: torch.tensor(float(updates))} if slots.counts else {}
+            for key, row in zip(slots.tensors, rows, strict=True):
+                for parameter, value in zip(self._parameters[rank], _split(row, sizes), strict=True):
+                    states[parameter][key] = value
+        self._optimizer = self._make_optimizer(optimizer)
         self._optimizer.state.update(states)
 
-    def num_elements(self, rank: int) -> int:
-        """Count the weights of a rank."""
-        return self._values[rank].shape[1]
+    def _make_optimizer(self, config: OptimizerConfig) -> torch.optim.Optimizer:
+        """Make the optimizer of all parameters, with weight decay on matrices only, as the Trainer has it."""
+        kind, settings = find_optimizer(config, warmup_steps=0)
+        settings.pop("weight_decay", None)
+        matrices: list[nn.Parameter] = []
+        vectors: list[nn.Parameter] = []
+        for segment, parameter in self._with_segments():
+            (matrices if len(segment.shape) >= 2 else vectors).append(parameter)
+        groups = [{"params": matrices, "weight_decay": config.weight_decay}, {"params": vectors, "weight_decay": 0.0}]
+        made: torch.optim.Optimizer = kind([group for group in groups if group["params"]], **settings)
+        return made
+
+    def _with_segments(self) -> Iterator[tuple[Segment, nn.Parameter]]:
+        """List all parameters, each with the segment that it is."""
+        for rank, own in self.segments.items():
+            yield from zip(own, self._parameters[rank], strict=True)
 
     def begin_step(self) -> None:
         """Forget the gradients."""
@@ -125,9 +128,9 @@ class ParameterStore:
         """Add to the gradients of the step that has begun.
 
         Args:
-            rank: whose segments they belong to.
-            gradients: finite float32 of shape [elements], one for each segment.
-            weight: by which they are multiplied.
+            rank: the rank of the island that has sent the gradients.
+            gradients: finite float32 numbers of shape [elements], one tensor for each segment of the rank.
+            weight: the factor by which the gradients are multiplied.
         """
         for parameter, gradient in zip(self._parameters[rank], gradients, strict=True):
             if parameter.grad is None:
@@ -135,11 +138,13 @@ class ParameterStore:
             parameter.grad.add_(gradient, alpha=weight)
 
     def squares(self) -> list[float]:
-        """Give the sum of the squares of the gradients, as `exact_sum` does."""
+        """Give a few numbers whose sum is exactly the sum of the squares of all gradients, as `exact_sum` does."""
+        # Each element of the model once: tensor ranks hold some segments alike.
+        once = {segment: parameter.grad for segment, parameter in self._with_segments()}
         return exact_sum(
-            float(torch.linalg.vector_norm(parameter.grad, dtype=torch.float64)) ** 2
-            for parameter in self._counted
-            if parameter.grad is not None
+            float(torch.linalg.vector_norm(gradient, dtype=torch.float64)) ** 2
+            for gradient in once.values()
+            if gradient is not None
         )
 
     @torch.no_grad()
@@ -147,11 +152,11 @@ class ParameterStore:
         """Step once with the gradients that were added, and forget them.
 
         Args:
-            scale: by which the gradients are multiplied.
-            lr: of this step.
+            scale: the factor by which the gradients are multiplied, at most 1: it clips their norm.
+            lr: learning rate of this step.
         """
-        for parameters in self._parameters.values() if scale < 1 else ():
-            for parameter in parameters:
+        if scale < 1:
+            for _, parameter in self._with_segments():
                 if parameter.grad is not None:
                     parameter.grad.mul_(scale)
         for group in self._optimizer.param_groups:
@@ -161,20 +166,37 @@ class ParameterStore:
         self.begin_step()
 
     def content(self, rank: int, *, with_slots: bool) -> bytes:
-        """Give the weights of a rank, and what the optimizer keeps of them."""
+        """Give the float32 weights of a rank as bytes; `with_slots`: and the optimizer's tensors, row after row."""
         values = self._values[rank]
-        return (values if with_slots else values[0]).numpy().tobytes()
+        given = values if with_slots else values[0]
+        return given.numpy().tobytes()
+
+
+def _read_rows(content: bytes, num_rows: int) -> torch.Tensor:
+    """Give float32 values of shape [num_rows, elements]."""
+    if not content:
+        # `frombuffer` refuses a buffer without bytes.
+        return torch.empty(num_rows, 0)
+    # A bytearray, as its tensor can be written.
+    return torch.frombuffer(bytearray(content), dtype=torch.float32).view(num_rows, -1)
+
+
+def _split(row: torch.Tensor, sizes: list[int]) -> tuple[torch.Tensor, ...]:
+    """Give views of a row, of these sizes; without sizes there are none (torch would give the row itself)."""
+    return row.split(sizes) if sizes else ()
 
 
 def exact_sum(numbers: Iterable[float]) -> list[float]:
-    """Give a few numbers whose sum is exactly that of all: the rounded sum, what it lacks, and so on.
+    """Give a few numbers whose sum is exactly the sum of all `numbers`.
 
-    So sums of parts can be added up without an error, whatever the parts are (Shewchuk 1997). Where something is not
-    finite, infinity alone is given.
+    The first is the rounded sum, the second what that lacks, rounded, and so on. So the sums of several shards add up
+    to the same number however the segments are shared out (Shewchuk 1997). Infinity alone is given where some number
+    is not finite.
     """
-    left, found = list(numbers), list[float]()
+    left = list(numbers)
     if not all(map(math.isfinite, left)):
         return [math.inf]
+    found: list[float] = []
     while part := math.fsum(left):
         found.append(part)
         left.append(-part)

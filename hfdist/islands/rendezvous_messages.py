@@ -3,10 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from dataclasses import dataclass, fields
+from typing import Any, NamedTuple
 
 from hfdist.messages.message import Message, NotAMessageError
+
+
+class OuterVersion(NamedTuple):
+    """What tells outer weights apart: the step after which they were made, and their digest."""
+
+    step: int
+    digest: str
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -14,25 +21,26 @@ class Arrival:
     """Where an island stands when it comes to a rendezvous."""
 
     step: int
+    """The step that the island has trained to."""
     outer_step: int
     """Step at which the last round that counts ended."""
     digest: str
     """Digest of the outer weights after the last round that counts."""
     weight: float = 1.0
-    """Weight of what the island has learned, in the mean of all islands."""
+    """Weight of the island's changes in the mean of all islands."""
     rests: bool = False
     """Whether the island does not train in this round, and waits for what the others learn."""
     read: object = None
-    """What the island has read of the data, for the others."""
+    """What the island has read of the data, as JSON; only other islands look at it."""
 
     def to_json(self) -> list[object]:
-        """Give the place as a message has it."""
+        """Give the values of all fields, in their order, as a message has them."""
         return [self.step, self.outer_step, self.digest, self.weight, self.rests, self.read]
 
     @classmethod
     def from_json(cls, value: Sequence[object]) -> Arrival:
-        """Read what `to_json` has given; NotAMessageError: it has not."""
-        names = ("step", "outer_step", "digest", "weight", "rests", "read")
+        """Make an arrival of what `to_json` gives; NotAMessageError: the values are not of that kind."""
+        names = [one.name for one in fields(cls)]
         if len(value) != len(names):
             raise NotAMessageError(f"an arrival has {len(names)} members")
         message = Message(zip(names, value, strict=True))
@@ -46,13 +54,13 @@ class Arrival:
         )
 
     @property
-    def outer(self) -> tuple[int, str]:
-        """Equal for islands that may go on together."""
-        return self.outer_step, self.digest
+    def outer(self) -> OuterVersion:
+        """The version of the island's outer weights: equal for islands that may go on together."""
+        return OuterVersion(self.outer_step, self.digest)
 
     @property
     def is_start(self) -> bool:
-        """Whether it has learned nothing since the last round that counts."""
+        """Whether the island has learned nothing since the last round that counts."""
         return self.step == self.outer_step
 
 

@@ -1,6 +1,8 @@
-"""The server of islands: all ranks of all islands are connected to it, and the shards of a parameter server.
+"""The server of islands: it knows which islands are there, and passes what their ranks say to the job's coordinator.
 
-Lost is who ends its connection or is silent.
+All ranks of all islands are connected to it, and the shards of a parameter server. The first island brings the job, for
+which a coordinator is made; other islands must have the same job. An island is lost when one of its connections ends or
+is silent, and the job ends with its last island.
 """
 
 from __future__ import annotations
@@ -22,26 +24,27 @@ from hfdist.islands.shard_link import ShardLink
 from hfdist.messages.door import Door, read_bytes, read_line
 from hfdist.messages.message import Message, NotAMessageError, RefusedError, read_message
 
+# These modules are imported by name when a job needs them: they load torch, and a server of rounds does without.
 _PARAMETER_SERVER, _PARAMETER_SHARD = "hfdist.islands.parameter_server", "hfdist.islands.parameter_shard"
 _MOST_PLACES = 2**20
-"""Islands, and ranks of one."""
+"""The most islands, and the most ranks of one island."""
 _MOST_SAID = 200
-"""Characters of what an island has sent, in a line."""
+"""The most characters of a text of an island that a line for people shows."""
 _MOST_WHY = 1000
-"""Characters of what an island is told when it is ended."""
+"""The most characters of the reason that an island is told when it is ended."""
 _COMPLETE_SECONDS = 60.0
-"""Seconds in which all ranks of an island must have come: it loads torch for rank 0 (see `_hear_rank`)."""
-_ADDRESS = re.compile(r"tcp://(?:\[[0-9a-fA-F:.%\w]{2,64}\]|[\w.-]{1,255}):(\d{1,5})", re.ASCII)
+"""Seconds in which all ranks of an island must have come: to let rank 0 in, this server may have to load torch."""
+_ADDRESS = re.compile(r"tcp://(?:\[[0-9a-fA-F:.%\w]{2,64}\]|[\w.-]{1,255}):(?P<port>\d{1,5})", re.ASCII)
 
 
 class IslandServer:
-    """Serves the islands of one job.
+    """A server for the islands of one job at a time.
 
     Args:
         listener: a listening socket.
-        secret: that all islands know; empty: none.
-        least: islands with which the training begins; None: as many as they say.
-        silent_seconds: after which a rank is lost.
+        secret: the secret that all islands know; empty: there is none.
+        least: number of islands with which the training begins; None: as many as the job says.
+        silent_seconds: seconds without a word from a rank after which its island is lost.
         say: takes a line for people.
     """
 
@@ -57,6 +60,7 @@ class IslandServer:
         self._listener, self._secret = listener, secret
         self._silent_seconds, self._say = silent_seconds, say
         self._islands: dict[int, Island] = {}
+        """The islands that are there, by index."""
         self._shown = JobIslands(connected=self._islands, least=least, end=self._end, say=say)
         self._coordinator: Coordinator | None = None
         """Coordinator of the job whose islands are connected; None: no island is connected."""
@@ -65,10 +69,10 @@ class IslandServer:
         self._shards: list[ShardLink] = []
         """Shards of the job whose islands are connected."""
         self._nonce = secrets.token_hex(16)
-        """Nonce that only connected ranks know: it marks what islands send each other."""
+        """Text that only connected ranks know: it marks what islands send each other."""
 
     async def serve(self) -> None:
-        """Serve until it is cancelled."""
+        """Serve until the task is cancelled."""
         # One thread for all that torch does: in a process that was forked, its first calls in two threads fail.
         asyncio.get_running_loop().set_default_executor(ThreadPoolExecutor(1, thread_name_prefix="parameters"))
         door = Door(self._secret, self._hear, self._say)
@@ -78,6 +82,7 @@ class IslandServer:
                 self._beat()
 
     def _beat(self) -> None:
+        """Tell all connections that this server lives, and lose those that have been silent for too long."""
         now = time.monotonic()
         for island in list(self._islands.values()):
             for rank, connection in list(island.connections.items()):
@@ -104,6 +109,7 @@ class IslandServer:
             await self._hear_rank(hello, reader, connection)
 
     async def _hear_shard(self, hello: Message, reader: asyncio.StreamReader, connection: Connection) -> None:
+        """Keep the connection of a shard until it ends; with it the islands of its job end."""
         link = ShardLink(connection, hello.text("shard"))
         _check_address(f"tcp://{link.address}", "shard")
         self._free_shards.append(link)
@@ -116,63 +122,81 @@ class IslandServer:
                 self._free_shards.remove(link)
                 self._say(f"the shard at {link.address} has left")
             elif link in self._shards:
-                # The first is this server.
+                # This server itself is shard 1.
                 why = f"shard {2 + self._shards.index(link)} of the server, at {link.address}, has ended"
                 for island in list(self._islands.values()):
                     self._end(island, why)
 
     async def _hear_rank(self, hello: Message, reader: asyncio.StreamReader, connection: Connection) -> None:
-        island: Island | None = None
+        """Let a rank in, and act on what it sends until its connection ends.
+
+        Raises:
+            RefusedError: the rank is not let in.
+            NotAMessageError: its hello is not one that a rank sends.
+        """
+        if _has_parameter_server(hello):
+            # This loads torch, which takes seconds: not in this thread, which hears beats.
+            await asyncio.to_thread(_check_parameter_server, hello.mapping("job"))
+            # The rank could not beat meanwhile: it does once it is welcome.
+            connection.hear()
+        island, rank = self._admit(hello, connection)
         try:
-            if _has_parameter_server(hello):
-                # It loads torch, which takes seconds: not in this thread, which hears beats.
-                await asyncio.to_thread(_check_parameter_server, hello.mapping("job"))
-                # It beats only once it is welcome.
-                connection.hear()
-            island, rank = self._admit(hello, connection)
-            while True:
-                message = read_message(await read_line(reader))
-                connection.hear()
-                if self._islands.get(island.index) is not island:
-                    return
-                if self._coordinator is None:
-                    # Rank 0 is still on its way, and nobody has anything to say before.
-                    if "beat" in message:
-                        continue
-                    return
-                payload = b""
-                if "bytes" in message:
-                    num_bytes = message.integer("bytes", most=self._coordinator.most_bytes(rank, message))
-                    payload = await read_bytes(reader, num_bytes, connection.hear)
-                    if self._islands.get(island.index) is not island:
-                        return
-                if "bye" in message:
-                    self._lose(island, "it has ended")
-                    return
-                if "beat" not in message:
-                    self._coordinator.take(island, rank, message, payload)
+            while await self._hear_message(island, rank, reader, connection):
+                pass
         except NotAMessageError as error:
-            # Named by its index, once it has one.
-            if island is None:
-                raise
             self._end(island, f"rank {rank} has sent what is {error}")
         finally:
-            if island is not None and connection in island.connections.values():
+            if connection in island.connections.values():
                 self._lose(island, "a connection has ended")
 
+    async def _hear_message(
+        self, island: Island, rank: int, reader: asyncio.StreamReader, connection: Connection
+    ) -> bool:
+        """Act on one message of a rank; False: the rank is not heard any more."""
+        message = read_message(await read_line(reader))
+        connection.hear()
+        if self._islands.get(island.index) is not island:
+            return False
+        if self._coordinator is None:
+            # Rank 0 is still on its way, and nobody has anything to say before it has come.
+            return "beat" in message
+        payload = b""
+        if "bytes" in message:
+            num_bytes = message.integer("bytes", most=self._coordinator.most_bytes(rank, message))
+            payload = await read_bytes(reader, num_bytes, connection.hear)
+            # The island may have been lost while the bytes came.
+            if self._islands.get(island.index) is not island:
+                return False
+        if "bye" in message:
+            self._lose(island, "it has ended")
+            return False
+        if "beat" not in message:
+            self._coordinator.take(island, rank, message, payload)
+        return True
+
     def _admit(self, hello: Message, connection: Connection) -> tuple[Island, int]:
+        """Add the connection of a rank to its island; rank 0 brings the job, and may make it the server's job.
+
+        Returns:
+            The island and the rank.
+
+        Raises:
+            RefusedError: the rank is not let in.
+            NotAMessageError: no rank would send this hello.
+        """
         index, rank = (hello.integer(key, most=_MOST_PLACES) for key in ("island", "rank"))
         start = hello.text("start", most=64)
         island = self._islands.get(index)
         if island is not None and island.start != start:
-            # Perhaps for a moment: of an island that was cut off and has started anew.
+            # Perhaps for a moment: an island that was cut off has started anew, and this server has not noticed yet.
             what = "an island with this index is there already"
             raise RefusedError(refused=what, key="islands.index", found=index, may_pass=True)
         if island is not None and rank in island.connections:
-            # It has lost the other end, and this server has not noticed yet.
+            # The rank has lost its earlier connection, and this server has not noticed yet.
             self._lose(island, "it has connected anew")
             island = None
-        job, addresses, more = Message(), list[str](), dict[str, object]()
+        job = Message()
+        addresses: list[str] = []
         if rank == 0:
             job = hello.mapping("job")
             addresses = _read_addresses(hello, are_used=not _has_parameter_server(hello))
@@ -180,18 +204,20 @@ class IslandServer:
             self._coordinator = self._coordinator or self._make_coordinator(job)
         if island is None:
             island = self._islands[index] = Island(index, start)
+        welcome: dict[str, object] = {"welcome": self._nonce}
         if rank == 0:
             island.job, island.addresses = job, addresses
-            more = {"ticket": island.ticket, "shards": [link.address for link in self._shards]}
+            welcome |= {"ticket": island.ticket, "shards": [link.address for link in self._shards]}
         if island.addresses and rank >= len(island.addresses):
             raise NotAMessageError(f"rank {rank} of {len(island.addresses)}")
         island.connections[rank] = connection
-        connection.send({"welcome": self._nonce} | more)
+        connection.send(welcome)
         if island.is_complete:
             self._say(f"island {index} is there, with {len(island.addresses)} ranks")
         return island, rank
 
     def _check_job(self, index: int, job: Message) -> None:
+        """Refuse the job of an island if another island has another value; RefusedError: it does."""
         for other in self._islands.values():
             for key, value in other.job.items():
                 if other.index != index and job.get(key) != value:
@@ -203,6 +229,7 @@ class IslandServer:
                     raise RefusedError(refused=what, key=key, found=job.get(key), **allowed)
 
     def _make_coordinator(self, job: Message) -> Coordinator:
+        """Make the coordinator of a job, and give it the shards that it needs; RefusedError: there are too few."""
         if not _is_of_parameter_server(job):
             return Rendezvous(job, self._shown)
         wanted = job.integer("islands.server_shards", least=1, most=_MOST_PLACES, default=1) - 1
@@ -216,12 +243,13 @@ class IslandServer:
         return made
 
     def _end(self, island: Island, why: str) -> None:
-        """Lose an island that is to end."""
-        # Not longer than a rank takes: it would never learn why.
+        """Tell an island why it takes part no more, and lose it."""
+        # Cut to what a rank reads in one line: it would not learn the reason of a longer one.
         island.tell({"ended": printable(why, _MOST_WHY)})
         self._lose(island, why)
 
     def _lose(self, island: Island, why: str) -> None:
+        """Close the connections of an island, and go on without it; with the last island the job ends."""
         if self._islands.get(island.index) is not island:
             return
         del self._islands[island.index]
@@ -231,14 +259,14 @@ class IslandServer:
         if self._coordinator is not None:
             self._coordinator.lose(island.index)
             if not any(other.job for other in self._islands.values()):
-                # Their first ranks may bring another job, and these ranks have the nonce of the one that has ended.
+                # The rank 0 of those that are left may bring another job, and their ranks know the nonce of this one.
                 for other in list(self._islands.values()):
                     self._lose(other, "the job before it has ended: it connects anew")
         if not self._islands:
-            # The next one counts exchanges anew: what is still under way must not pass for one of these.
+            # The next job counts exchanges anew: with another nonce, what is still under way cannot pass for its own.
             self._coordinator, self._nonce = None, secrets.token_hex(16)
             for link in self._shards:
-                # It comes back, with nothing of this job.
+                # The shard connects anew, with nothing of this job.
                 link.connection.writer.close()
             self._shards = []
 
@@ -252,29 +280,35 @@ def _is_of_parameter_server(job: Message) -> bool:
 
 
 def _check_parameter_server(job: Message) -> None:
+    """Refuse a job whose optimizer no parameter server can step; RefusedError: it is one."""
     try:
         importlib.import_module(_PARAMETER_SHARD).check_job(job)
     except ConfigError as error:
         refused = f"the server cannot serve this: {error.what}"
         raise RefusedError(refused=refused, key=error.where, found=f"{error.found}") from error
     except Exception as error:
-        # Whatever an optimizer raises at settings of others.
+        # An optimizer may raise anything at settings that come from another machine.
         refused = f"the server cannot make this optimizer: {first_line(error)}"
         raise RefusedError(refused=printable(refused, _MOST_SAID), key="optimizer") from error
 
 
 def _read_addresses(hello: Message, *, are_used: bool) -> list[str]:
-    """Give one for each rank of an island; RefusedError: others cannot use them."""
+    """Give the address of each rank of an island; RefusedError: they are none that others could use.
+
+    A parameter server's islands do not use addresses: their number alone counts.
+    """
     found = hello.list("addresses")
-    for address in found if are_used else ():
-        _check_address(address, "addresses")
+    if are_used:
+        for address in found:
+            _check_address(address, "addresses")
     if not 0 < len(found) <= _MOST_PLACES:
         raise RefusedError(refused="an island has an address for each rank", key="addresses", found=len(found))
     return found
 
 
 def _check_address(address: object, key: str) -> None:
+    """Refuse what is no address; RefusedError: it is none."""
     matched = _ADDRESS.fullmatch(address) if isinstance(address, str) else None
-    if matched is None or not 0 < int(matched[1]) < 2**16:
+    if matched is None or not 0 < int(matched["port"]) < 2**16:
         what, allowed = "an address of a rank is none", "tcp://HOST:PORT"
         raise RefusedError(refused=what, key=key, found=printable(f"{address}", _MOST_SAID), allowed=allowed)

@@ -1,1 +1,1 @@
-"""Optimizers: what the update of each may depend on, what it keeps, and the same one over other tensors."""
+"""Optimizers: how they are made from a config, and which of them train in a layout as they do on one process."""

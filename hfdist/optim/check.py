@@ -19,10 +19,13 @@ _LAYOUTS = {
 def check(optimizer: torch.optim.Optimizer, sees: Reach, *, is_saved: bool) -> None:
     """Refuse an optimizer that would not train as on one process, or whose state no checkpoint could hold.
 
-    The optimizer is asked before its first step; `sees` is what the layout gives it whole.
+    Args:
+        optimizer: an optimizer before its first step.
+        sees: the widest reach of an update that the layout allows: what it gives the optimizer whole.
+        is_saved: whether the run saves checkpoints.
 
     Raises:
-        ConfigError: with the reason.
+        ConfigError: the optimizer does not fit, with the reason.
     """
     answer = probe_optimizer(optimizer)
     where = "optimizer.name, optim or optimizers"
@@ -45,13 +48,16 @@ def check(optimizer: torch.optim.Optimizer, sees: Reach, *, is_saved: bool) -> N
 
 
 def check_steps_all(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
-    """Refuse an optimizer that leaves trained parameters out, where gradients of these are not in the norm (ZeRO).
+    """Refuse an optimizer that does not step all trained parameters.
+
+    ZeRO needs this: there the norm, by which gradients are clipped, has only those of the stepped parameters.
 
     Raises:
-        ConfigError: it does.
+        ConfigError: the optimizer leaves trained parameters out.
     """
     stepped = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
-    left_out = [name for name, p in model.named_parameters() if p.requires_grad and id(p) not in stepped]
+    trained = [(name, parameter) for name, parameter in model.named_parameters() if parameter.requires_grad]
+    left_out = [name for name, parameter in trained if id(parameter) not in stepped]
     if left_out:
         raise ConfigError(
             "gradients are clipped by the norm over all trained parameters, and DeepSpeed knows only those that the "
@@ -63,7 +69,7 @@ def check_steps_all(optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
 
 
 def describe(optimizer: object) -> str:
-    """Name the class, or the classes, that really step."""
+    """Name the class of an optimizer, or those that it joins, without wrappers such as Accelerate's around it."""
     while not isinstance(optimizer, Joined) and hasattr(optimizer, "optimizer"):
         optimizer = optimizer.optimizer
     return repr(optimizer) if isinstance(optimizer, Joined) else type(optimizer).__name__

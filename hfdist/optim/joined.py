@@ -1,4 +1,4 @@
-"""Several optimizers stepped as one."""
+"""`Joined`: several optimizers that a Trainer, a schedule and a checkpoint see as one."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from typing import Any
 import torch
 
 Group = dict[str, Any]
-"""A group of parameters, as torch's optimizers have them: `params`, and settings."""
+"""A group of parameters, as in torch's optimizers: a list of parameters under `params`, and settings by name."""
 
 _PART = "part"
-"""Key in a group of parameters: which of the optimizers steps it."""
+"""Key of a group: the number of the optimizer that steps it."""
 
 
 class Joined(torch.optim.Optimizer):
-    """Several optimizers as one: groups and state are kept here, so schedules, checkpoints and DeepSpeed see one.
+    """One optimizer with the groups and the state of several, each of which steps its own groups.
 
     Args:
-        parts: at least one; their groups may be empty.
+        parts: the optimizers, at least one; their groups may be empty.
     """
 
     def __init__(self, parts: Sequence[torch.optim.Optimizer]) -> None:
@@ -31,11 +31,11 @@ class Joined(torch.optim.Optimizer):
             self.state.update(part.state)
 
     @torch.no_grad()
-    def step(self, closure: Callable[[], object] | None = None) -> Any:
-        """Step each optimizer once."""
+    def step(self, closure: Callable[[], object] | None = None) -> Any:  # as torch has it: whatever a closure gives
+        """Step each optimizer once, and give the loss of the closure; None: there is no closure."""
         loss = run_closure(closure)
         for part, groups in groups_by_optimizer(self, self.param_groups):
-            # Each time: who loads or wraps an optimizer replaces its groups and state.
+            # At each step: who loads or wraps an optimizer replaces its groups and state.
             part.param_groups, part.state = groups, self.state
             part.step()
         return loss
@@ -47,7 +47,15 @@ class Joined(torch.optim.Optimizer):
 def groups_by_optimizer(
     optimizer: torch.optim.Optimizer, groups: list[Group]
 ) -> list[tuple[torch.optim.Optimizer, list[Group]]]:
-    """Give each optimizer with the groups that it steps; an optimizer that is not `Joined` steps all."""
+    """Deal groups to the optimizers that step them.
+
+    Args:
+        optimizer: a `Joined` optimizer, or any other one, which steps all groups itself.
+        groups: its groups, or copies of these.
+
+    Returns:
+        Each optimizer with its groups.
+    """
     if not isinstance(optimizer, Joined):
         return [(optimizer, groups)]
     return [
@@ -56,7 +64,7 @@ def groups_by_optimizer(
 
 
 def run_closure(closure: Callable[[], object] | None) -> Any:
-    """Give the loss of a step's closure, with gradients; None: there is no closure."""
+    """Run the closure of a step with gradients enabled, and give its loss; None: there is no closure."""
     if closure is None:
         return None
     with torch.enable_grad():

@@ -8,12 +8,12 @@ from hfdist.optim.joined import Group
 
 
 def rate_of(group: Group) -> float:
-    """Give the rate as a number, which stays when the group's changes."""
+    """Give the present learning rate of a group as a number; later changes of the group do not change it."""
     return float(group["lr"])
 
 
 def set_rate(group: Group, rate: float) -> None:
-    """Set the rate as torch's schedules do: a tensor stays the one that it is."""
+    """Set the learning rate of a group as torch's schedules do: a tensor is filled, and stays the same object."""
     if isinstance(group["lr"], torch.Tensor):
         group["lr"].fill_(rate)
     else:

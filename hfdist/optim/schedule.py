@@ -1,4 +1,4 @@
-"""The learning rate of each step: a schedule by transformers' name for it."""
+"""The learning rate of each step: a config's schedule in the words of transformers, and as a function of the step."""
 
 from __future__ import annotations
 
@@ -11,7 +11,12 @@ from hfdist.config.optimizer import OptimizerConfig, Schedule
 
 
 def scheduler_of(optimizer: OptimizerConfig, max_steps: int) -> tuple[str, dict[str, object]]:
-    """Give `lr_scheduler_type` and `lr_scheduler_kwargs`."""
+    """Give the values of TrainingArguments that make a config's schedule: `lr_scheduler_type`, `lr_scheduler_kwargs`.
+
+    Args:
+        optimizer: `optimizer.*`.
+        max_steps: number of the run's steps.
+    """
     min_lr_ratio = 0.1 if optimizer.min_lr_ratio is None else optimizer.min_lr_ratio
     match optimizer.schedule:
         case Schedule.cosine:
@@ -27,12 +32,17 @@ def scheduler_of(optimizer: OptimizerConfig, max_steps: int) -> tuple[str, dict[
 
 
 def rate_at(optimizer: OptimizerConfig, max_steps: int) -> Callable[[int], float]:
-    """Give the rate by the number of steps before, as a Trainer has it; `warmup_steps` alone is the warm-up."""
+    """Give a function from the number of steps so far to the learning rate of the next one, as a Trainer has it.
+
+    Args:
+        optimizer: `optimizer.*` with a rate; of the keys of the warm-up, `warmup_steps` alone counts.
+        max_steps: number of the run's steps.
+    """
     kind, settings = scheduler_of(optimizer, max_steps)
     peak = optimizer.lr
-    assert peak is not None, "of a complete config"
-    made = torch.optim.SGD([torch.zeros(1)], lr=peak)
-    warmup, steps = optimizer.warmup_steps, max_steps
-    scheduler = get_scheduler(kind, made, warmup, steps, scheduler_specific_kwargs=settings)
-    of_step = scheduler.lr_lambdas[0]
-    return lambda step: peak * float(of_step(step))
+    assert peak is not None, "a complete config has a rate"
+    # transformers makes schedules for an optimizer only; this one is never stepped.
+    stand_in = torch.optim.SGD([torch.zeros(1)], lr=peak)
+    scheduler = get_scheduler(kind, stand_in, optimizer.warmup_steps, max_steps, scheduler_specific_kwargs=settings)
+    [factor_at] = scheduler.lr_lambdas
+    return lambda step: peak * float(factor_at(step))

@@ -1,4 +1,4 @@
-"""Steps of an optimizer over other tensors than its own, which leave it and the generators as they are."""
+"""Trial steps: an optimizer's rule on other tensors, while the optimizer and the random numbers stay as they are."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import contextlib
 import copy
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -15,20 +15,34 @@ from hfdist.kept_generators import keeping_generators
 from hfdist.optim.joined import Group, groups_by_optimizer
 
 _RATE = 1e-2
-"""Rate of all such steps."""
+"""Learning rate of all trial steps."""
 
 
-def over(optimizer: torch.optim.Optimizer, groups: Iterable[Group]) -> torch.optim.Optimizer:
-    """Give an optimizer of the same class and settings over other groups of tensors, without any state."""
+class Trial(NamedTuple):
+    """A tensor that is stepped, and its gradient in each step."""
+
+    start: torch.Tensor
+    gradients: list[torch.Tensor]
+
+    def part(self, begin: int, end: int) -> Trial:
+        """Give the elements from `begin` to `end` of the flat tensors, as a trial of their own."""
+        return Trial(self.start.flatten()[begin:end], [one.flatten()[begin:end] for one in self.gradients])
+
+
+def copy_over(optimizer: torch.optim.Optimizer, groups: Iterable[Group]) -> torch.optim.Optimizer:
+    """Give an optimizer of the same class and settings over other groups of tensors, as before its first step."""
+    # Not by the constructor: a user's class may take any arguments.
     other: torch.optim.Optimizer = object.__new__(type(optimizer))
-    settings = {
-        name: copy.copy(value) if isinstance(value, dict | list) else value for name, value in vars(optimizer).items()
-    }
+    attributes = dict(vars(optimizer))
     # A schedule or a loss scaler puts a step of its own there, bound to the original.
-    settings.pop("step", None)
-    # Hooks are the user's, and not for such steps.
-    settings |= {name: type(value)() for name, value in settings.items() if name.endswith("_hooks")}
-    vars(other).update(settings)
+    attributes.pop("step", None)
+    for name, value in attributes.items():
+        if name.endswith("_hooks"):
+            # Hooks are the user's, and not for trial steps.
+            attributes[name] = type(value)()
+        elif isinstance(value, dict | list):
+            attributes[name] = copy.copy(value)
+    vars(other).update(attributes)
     other.param_groups = [copy.copy(group) for group in groups]
     other.state = defaultdict(dict, _state_of_construction(optimizer, other.param_groups))
     return other
@@ -37,7 +51,7 @@ def over(optimizer: torch.optim.Optimizer, groups: Iterable[Group]) -> torch.opt
 def _state_of_construction(
     optimizer: torch.optim.Optimizer, groups: list[Group]
 ) -> dict[torch.Tensor, dict[str, object]]:
-    """The state that its constructor makes, as Adagrad's does; most make none before their first step."""
+    """Give the state that the optimizer's constructor makes, as Adagrad's does; most make none before a step."""
     state: dict[torch.Tensor, dict[str, object]] = {}
     for part, part_groups in groups_by_optimizer(optimizer, groups):
         # A constructor with other arguments than the settings of a group cannot be asked.
@@ -47,7 +61,7 @@ def _state_of_construction(
 
 
 def state_after_step(optimizer: torch.optim.Optimizer, group: Group, like: torch.Tensor) -> dict[str, Any]:
-    """Give what it keeps for a parameter of this shape, type and device after one step with a gradient of zeros."""
+    """Give the state of a parameter of the shape, type and device of `like`, after a step with a gradient of zeros."""
     state, parameter = step_once(optimizer, group, like)
     return dict(state[parameter])
 
@@ -55,83 +69,99 @@ def state_after_step(optimizer: torch.optim.Optimizer, group: Group, like: torch
 def step_once(
     optimizer: torch.optim.Optimizer, group: Group, like: torch.Tensor
 ) -> tuple[Mapping[torch.Tensor, dict[str, Any]], nn.Parameter]:
-    """Give all that it keeps after one step, and the parameter that was stepped."""
+    """Step a parameter of zeros, made like another tensor, once with a gradient of zeros.
+
+    Returns:
+        The whole state of the optimizer, and the parameter.
+    """
     parameter = nn.Parameter(torch.zeros_like(like))
-    stepped = over(optimizer, [active_group(group, [parameter])])
+    stepped = copy_over(optimizer, [active_group(group, [parameter])])
     parameter.grad = torch.zeros_like(parameter)
     step_without_trace(stepped)
     return stepped.state, parameter
 
 
 def state_before_step(optimizer: torch.optim.Optimizer, group: Group, parameter: torch.Tensor) -> dict[str, object]:
-    """Give what it keeps for this very parameter before its first step; of most optimizers nothing."""
-    return dict(over(optimizer, [group | {"params": [parameter]}]).state.get(parameter, {}))
+    """Give the state of this very parameter before its first step; most optimizers have none."""
+    unstepped = copy_over(optimizer, [group | {"params": [parameter]}])
+    return dict(unstepped.state.get(parameter, {}))
 
 
 def zeroed(state: Mapping[str, object]) -> dict[str, object]:
-    """Give the same with zeros in the place of all numbers."""
+    """Copy the state of a parameter with zeros in the place of all numbers."""
     return {key: _zero(value) for key, value in state.items()}
 
 
 def is_plain_number(value: object) -> bool:
-    """Whether it is a number or a truth value of Python, or derived from one, as numpy's float64 is."""
+    """Whether a value is a number or a truth value of Python, or derived from one, as numpy's float64 is."""
     return isinstance(value, bool | int | float)
 
 
 def _zero(value: Any) -> object:
+    """Give zeros of the kind of a value; a value that is no number stays."""
     if torch.is_tensor(value):
         return torch.zeros_like(value)
-    return type(value)(0) if is_plain_number(value) else value
+    if is_plain_number(value):
+        return type(value)(0)
+    return value
 
 
 def device_and_dtype(group: Group) -> tuple[torch.device, torch.dtype]:
-    """Give the device and the type of a group's tensors."""
+    """Give the device and the type of a group's tensors; of a group without tensors, those of a new tensor."""
     # A stage may hold none of a group, and ZeRO-3 takes its tensors out of the groups between steps.
     first = group["params"][0] if group["params"] else torch.empty(0)
     return first.device, first.dtype
 
 
 def active_group(group: Group, parameters: list[nn.Parameter]) -> Group:
-    """The group's settings over other parameters, with a rate that is not zero, as it is while warming up."""
+    """Give a group with the settings of another over other parameters, and the learning rate of trial steps.
+
+    The rate of the other group may be zero, as it is at the begin of a warm-up, and then no update would show.
+    """
+    settings = dict(group)
     rate = group.get("lr")
-    changed = {"lr": torch.full_like(rate, _RATE) if torch.is_tensor(rate) else _RATE} if rate is not None else {}
-    return group | changed | {"params": parameters}
+    if torch.is_tensor(rate):
+        settings["lr"] = torch.full_like(rate, _RATE)
+    elif rate is not None:
+        settings["lr"] = _RATE
+    return settings | {"params": parameters}
+
+
+def update_of(optimizer: torch.optim.Optimizer, group: Group, trial: Trial) -> torch.Tensor:
+    """Give how far the steps of a trial move its tensor, in the tensor's shape; it is stepped alone."""
+    [update] = updates_of(optimizer, group, [trial])
+    return update
 
 
 @torch.no_grad()
-def updates_of(
-    optimizer: torch.optim.Optimizer,
-    group: Group,
-    starts: list[torch.Tensor],
-    gradients: list[list[torch.Tensor]],
-) -> list[torch.Tensor]:
-    """Give what steps change, by tensor.
+def updates_of(optimizer: torch.optim.Optimizer, group: Group, trials: list[Trial]) -> list[torch.Tensor]:
+    """Give how far steps move the tensor of each trial, in its shape.
 
     Args:
-        optimizer: its class and settings.
-        group: settings of its groups.
-        starts: tensors that are stepped together; they stay as they are.
-        gradients: for each step one for each tensor.
+        optimizer: gives the class and the settings; it is not stepped itself.
+        group: the group of it whose settings are used.
+        trials: tensors that are stepped together, as one group; they stay as they are.
     """
-    parameters = [nn.Parameter(start.clone()) for start in starts]
-    stepped = over(optimizer, [active_group(group, parameters)])
-    device = starts[0].device
+    parameters = [nn.Parameter(trial.start.clone()) for trial in trials]
+    stepped = copy_over(optimizer, [active_group(group, parameters)])
     with keeping_generators():
-        # `torch.manual_seed` keeps a stack trace for each kind of device that has not started: a third of this probe.
-        seed = torch.manual_seed if device.type == "cuda" else torch.default_generator.manual_seed
+        # `torch.manual_seed` keeps a stack trace for each kind of device that has not started: a third of a probe.
+        is_on_gpu = parameters[0].device.type == "cuda"
+        seed = torch.manual_seed if is_on_gpu else torch.default_generator.manual_seed
         seed(0)
-        for step_gradients in gradients:
+        for step_gradients in zip(*(trial.gradients for trial in trials), strict=True):
             for parameter, gradient in zip(parameters, step_gradients, strict=True):
                 parameter.grad = gradient.clone()
             step_without_trace(stepped)
-    return [parameter.detach() - start for parameter, start in zip(parameters, starts, strict=True)]
+    return [parameter.detach() - trial.start for parameter, trial in zip(parameters, trials, strict=True)]
 
 
 def step_without_trace(optimizer: torch.optim.Optimizer) -> None:
-    """Step it without a trace in the generators: some optimizers add noise, or round by chance."""
-    begin = getattr(optimizer, "train", None)
-    if callable(begin):
-        begin()
+    """Step an optimizer, and set the random generators back: some optimizers add noise, or round by chance."""
+    # Schedule-free optimizers step only after a call of their `train`.
+    switch_to_training = getattr(optimizer, "train", None)
+    if callable(switch_to_training):
+        switch_to_training()
     with keeping_generators():
-        # Not of the instance, where others put theirs.
+        # The class's step: schedules and loss scalers put one of their own on the instance.
         type(optimizer).step(optimizer)

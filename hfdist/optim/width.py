@@ -1,4 +1,7 @@
-"""`optimizer.base_width`: a learning rate that was found at one width, in a model of another width."""
+"""`optimizer.base_width`: a learning rate that was found for a model of one width is scaled to that of another width.
+
+With Adam's steps the best rate of hidden matrices falls as 1 / width; that of all other parameters stays (muP).
+"""
 
 from __future__ import annotations
 
@@ -16,10 +19,10 @@ _KEY = "optimizer.base_width"
 
 
 def check_optimizer_of_width(optimizer: torch.optim.Optimizer) -> None:
-    """Refuse an optimizer to which the rule does not apply: with SGD or Muon, rates depend on the width otherwise.
+    """Refuse an optimizer to which this rule does not apply, such as SGD or Muon, whose rates need another one.
 
     Raises:
-        ConfigError: its step depends on the size of gradients, or on whole parameters.
+        ConfigError: a step of the optimizer depends on the size of gradients, or on whole parameters.
     """
     answer = probe_optimizer(optimizer)
     why = answer.why
@@ -32,7 +35,11 @@ def check_optimizer_of_width(optimizer: torch.optim.Optimizer) -> None:
 
 
 def rate_factor(config: PreTrainedConfig, base_width: int) -> float:
-    """Give what the rate of hidden matrices is multiplied by: `base_width` / hidden_size.
+    """Give the factor for the rate of hidden matrices: `base_width` / hidden_size.
+
+    Args:
+        config: config of the model that is trained.
+        base_width: hidden_size of the model for which the rate was found.
 
     Raises:
         ConfigError: the model's config has no hidden_size.
@@ -45,11 +52,11 @@ def rate_factor(config: PreTrainedConfig, base_width: int) -> float:
 
 
 def hidden_matrices(model: PreTrainedModel, whole_shape: Callable[[torch.Tensor], tuple[int, ...]]) -> set[int]:
-    """Give the ids of parameters of two dimensions or more, but for embeddings and heads, tied or not, and biases.
+    """Give the ids of all parameters of two dimensions or more, without biases, embeddings and heads, tied or not.
 
     Args:
-        model: whole, or a rank's part of it.
-        whole_shape: of a parameter in the whole model.
+        model: the whole model, or a rank's part of it.
+        whole_shape: gives the shape that a parameter has in the whole model.
     """
     apart = embeddings_and_heads(model)
     return {
@@ -60,9 +67,14 @@ def hidden_matrices(model: PreTrainedModel, whole_shape: Callable[[torch.Tensor]
 
 
 def scale_rates(optimizer: torch.optim.Optimizer, parameters: Set[int], factor: float) -> None:
-    """Move these parameters to groups of their own with `factor` times the rate.
+    """Move parameters to groups of their own, with another learning rate.
 
-    They come after the other groups, as the rate of the first is logged.
+    These come after all other groups, as a Trainer logs the rate of the first group.
+
+    Args:
+        optimizer: the optimizer, whose groups are changed.
+        parameters: ids of the parameters.
+        factor: the factor by which their learning rate is multiplied.
     """
     scaled = []
     for group in optimizer.param_groups:

@@ -1,4 +1,4 @@
-"""Checkpoints at an address that outlives the machine: what lies there, how it gets there, and how it comes back."""
+"""Mirrors: copies of a run's checkpoints at an address of a store, such as a bucket, that outlives the machine."""
 
 from hfdist.checkpoint.mirror.find import fetch_best, fetch_newer
 from hfdist.checkpoint.mirror.mirror import Mirror

@@ -1,4 +1,7 @@
-"""The objects below one address: listed, read, written whole or not at all, and removed, each with retries."""
+"""`Objects`: the objects of a store below one address, which are listed, read, written and removed, with retries.
+
+An object is written whole or not at all.
+"""
 
 from __future__ import annotations
 
@@ -19,20 +22,24 @@ from hfdist.failures import is_full_disk
 T = TypeVar("T")
 
 _APPEAR_WHOLE = ("s3", "gs", "hf", "memory")
-"""Schemes of stores in which an object is there with its last byte. Elsewhere it gets its name by a rename."""
+"""Schemes of stores in which an object appears once its last byte has come. Elsewhere it gets its name by a rename."""
 UNFINISHED = re.compile(r".*\.tmp-[0-9a-f]{8}")
-"""Names of what killed writes have left."""
+"""Names of the files that killed writes have left."""
 _REMOVE_MANY = ("s3", "gs")
-"""Schemes of stores that remove many objects by one request, where those that are not there are no failure.
+"""Schemes of stores that remove many objects by one request, and do not mind those that are not there.
 
-Their libraries may not tell of an object that the store has refused to remove.
+Their libraries may hide that the store has refused to remove an object.
 """
 
 
 class Objects:
-    """What lies below an address of fsspec, which holds no secret. Names are relative to it.
+    """The objects below an address, whose names are relative to it.
 
-    Every method raises a ResourceError where the store gives no answer, refuses, or is full.
+    Every method raises a ResourceError if the store gives no answer, refuses, or is full.
+
+    Args:
+        address: an address of fsspec, such as s3://bucket/folder, without a secret.
+        network: asks stores, and tries again; None: one with the usual patience.
     """
 
     def __init__(self, address: str, network: Network | None = None) -> None:
@@ -41,25 +48,26 @@ class Objects:
 
     @property
     def shown(self) -> str:
-        """The address in messages."""
+        """The address as messages show it."""
         return redact(self.address)
 
     def list(self) -> dict[str, int]:
-        """Give the bytes of all objects, by name."""
+        """Give the size of each object in bytes, by name."""
 
         def listing(store: AbstractFileSystem) -> dict[str, int]:
+            # `find` gives paths in the store's own form.
             start = store._strip_protocol(self.address).rstrip("/") + "/"
             try:
                 found = store.find(self.address, detail=True)
             except FileNotFoundError:
-                # The first write makes it, or says what is wrong with the address.
+                # The first write makes the folder, or says what is wrong with the address.
                 return {}
             return {path.removeprefix(start): int(info["size"] or 0) for path, info in found.items()}
 
         return self._ask(listing, "cannot be listed")
 
     def read(self, name: str, num_bytes: int) -> bytes:
-        """Read an object that has so many bytes."""
+        """Read an object of so many bytes."""
         place = f"{self.address}/{name}"
 
         def reading(store: AbstractFileSystem) -> bytes:
@@ -71,32 +79,27 @@ class Objects:
         return self._ask(reading, "cannot be read")
 
     def write(self, contents: Mapping[str, bytes]) -> None:
-        """Write objects, some at a time."""
+        """Write objects, given by name, several at a time if the store can."""
         places = {f"{self.address}/{name}": content for name, content in contents.items()}
 
         def writing(store: AbstractFileSystem) -> None:
             if scheme_of(self.address) == "hf":
-                # Each object would have a bar of its own beside that of the training.
+                # Without this each object shows a bar of its own beside that of the training.
                 disable_progress_bars()
             if scheme_of(self.address) in _APPEAR_WHOLE:
                 store.pipe(places)
-                return
-            for place, content in places.items():
-                store.makedirs(place.rpartition("/")[0], exist_ok=True)
-                unfinished = f"{place}.tmp-{secrets.token_hex(4)}"
-                try:
-                    store.pipe_file(unfinished, content)
-                    store.mv(unfinished, place)
-                except BaseException:
-                    # A full store would keep what it had no room for.
-                    with suppress(Exception):
-                        store.rm_file(unfinished)
-                    raise
+            else:
+                for place, content in places.items():
+                    _write_and_rename(store, place, content)
 
         self._ask(writing, "cannot be written")
 
     def remove(self, names: Sequence[str]) -> None:
-        """Remove objects; what is not there any more counts as removed."""
+        """Remove objects of these names; those that are not there any more count as removed.
+
+        Raises:
+            ResourceError: some are still there afterwards, too.
+        """
         places = [f"{self.address}/{name}" for name in names]
 
         def removing(store: AbstractFileSystem) -> None:
@@ -104,19 +107,22 @@ class Objects:
                 store.rm(places)
                 return
             for place in places:
-                # An attempt whose answer was lost may have begun with them.
+                # An earlier try whose answer was lost may have removed it.
                 with suppress(FileNotFoundError):
                     store.rm_file(place)
 
         if not names:
             return
         self._ask(removing, "cannot be pruned")
-        if scheme_of(self.address) in _REMOVE_MANY and (left := self.list().keys() & set(names)):
-            what, found = "the mirror cannot be pruned: what was removed is still there", f"{min(left)}, of {len(left)}"
-            hint = "the right to remove objects there, or a larger store"
-            raise ResourceError(what, where=self.shown, found=found, hint=hint)
+        if scheme_of(self.address) in _REMOVE_MANY:
+            left = self.list().keys() & set(names)
+            if left:
+                what = "the mirror cannot be pruned: what was removed is still there"
+                hint = "the right to remove objects there, or a larger store"
+                raise ResourceError(what, where=self.shown, found=f"{min(left)}, of {len(left)}", hint=hint)
 
     def _ask(self, question: Callable[[AbstractFileSystem], T], failed: str) -> T:
+        """Ask the store, with retries; ResourceError: it gives no answer. `failed` says what the mirror then is."""
         failure = Failure(f"the mirror {failed}", "check the address, the rights there and the network")
         try:
             return self._network.ask(self.address, question, failure)
@@ -127,3 +133,17 @@ class Objects:
                 raise
             what, hint = f"the mirror {failed}: it is full", "free space there, or a smaller checkpoint.keep"
             raise ResourceError(what, where=self.shown, hint=hint) from error
+
+
+def _write_and_rename(store: AbstractFileSystem, place: str, content: bytes) -> None:
+    """Write an object under another name, and give it its own when it is whole."""
+    store.makedirs(place.rpartition("/")[0], exist_ok=True)
+    unfinished = f"{place}.tmp-{secrets.token_hex(4)}"
+    try:
+        store.pipe_file(unfinished, content)
+        store.mv(unfinished, place)
+    except BaseException:
+        # A full store would keep the part for which it had room.
+        with suppress(Exception):
+            store.rm_file(unfinished)
+        raise

@@ -1,4 +1,4 @@
-"""Sends checkpoints to a mirror beside the training, in a thread: nobody waits for a bucket but the end of a run."""
+"""`Uploader`: a thread that sends checkpoints to a mirror while training goes on; only the run's end waits for it."""
 
 from __future__ import annotations
 
@@ -19,27 +19,30 @@ logger = logging.getLogger(__name__)
 
 
 class Upload(NamedTuple):
-    """An upload that has ended, well or not."""
+    """The report of an upload that has ended, well or not."""
 
     step: int
+    """Step of the checkpoint."""
     sent: UploadProgress
+    """How far the upload has come."""
     seconds: float
+    """Seconds that the upload has taken."""
     newest_step: int | None
     """Step of the newest checkpoint in the mirror; None: it has none."""
     num_failures: int
-    """Uploads of this process that have failed, up to this one."""
+    """Number of uploads of this process that have failed so far, this one included."""
     has_failed: bool
-    """Whether this one has; also where it is sent and older ones cannot be removed."""
+    """Whether this upload has failed. It has, too, if the checkpoint is sent and older ones cannot be removed."""
 
 
 class Uploader:
-    """Uploads one checkpoint at a time, and the newest next: what comes meanwhile takes the place of what waits.
+    """Uploads one checkpoint at a time. One other may wait: a newer one takes the place of the one that waits.
 
     A failure ends an upload, never the training: there is a warning, and the next upload sends what is missing.
 
     Args:
-        mirror: where to; the thread has it alone from the first `put` on.
-        keep: which checkpoints stay there.
+        mirror: the mirror of the run; from the first `put` on only the thread uses it.
+        keep: which checkpoints stay in the mirror.
         newest_step: step of the newest checkpoint that is there; None: there is none.
         list_beside: gives the files that are sent beside a checkpoint, by name; called in the thread.
     """
@@ -54,20 +57,24 @@ class Uploader:
         self.mirror, self._keep, self.newest_step = mirror, keep, newest_step
         self._list_beside = list_beside
         self.progress = UploadProgress(0, 0, 0)
-        """How far the upload is that goes on."""
+        """How far the present upload has come."""
         self._changed = threading.Condition()
+        """Guards the three fields that follow, and tells of their changes."""
         self._next: Path | None = None
+        """The checkpoint that waits."""
         self._now: Path | None = None
+        """The checkpoint that is being sent."""
         self._is_over = False
+        """Whether no other upload may begin."""
         self._failed: Path | None = None
-        """The checkpoint that the last upload has not sent whole; None: it has."""
+        """The checkpoint that the last upload has not sent whole; None: that upload has ended well."""
         self._num_failures = 0
         self._uploads: deque[Upload] = deque()
-        # A daemon: a process that ends takes it along at any moment, and the mirror is whole at every moment.
+        # A daemon: a process may end without waiting for it, as the mirror is whole at every moment.
         self._thread = threading.Thread(target=self._run, name="mirror", daemon=True)
 
     def put(self, path: Path) -> None:
-        """Let a checkpoint be uploaded."""
+        """Let a checkpoint be uploaded next, and start the thread if this is the first; after `end` do nothing."""
         with self._changed:
             if self._is_over:
                 return
@@ -78,7 +85,7 @@ class Uploader:
 
     @property
     def held(self) -> frozenset[str]:
-        """Names of the checkpoints that are being read, or about to be."""
+        """Names of the checkpoints that are being sent or wait for it, and so must not be removed."""
         with self._changed:
             return frozenset(path.name for path in (self._now, self._next) if path is not None)
 
@@ -88,17 +95,18 @@ class Uploader:
         return [self._uploads.popleft() for _ in range(len(self._uploads))]
 
     def wait(self, seconds: float) -> bool:
-        """Wait until nothing is left to upload, at most so long; say whether that is so."""
+        """Wait until nothing is left to upload, at most for so many seconds, and say whether nothing is left."""
         with self._changed:
             return self._changed.wait_for(lambda: self._now is None and self._next is None, seconds)
 
     def end(self) -> None:
-        """Begin no other upload, and give the present one up at its next step."""
+        """Begin no other upload, and give the present one up when it next tells its progress."""
         with self._changed:
             self._is_over, self._next = True, None
             self._changed.notify_all()
 
     def _run(self) -> None:
+        """Send checkpoint after checkpoint, in the thread."""
         while True:
             with self._changed:
                 self._now = None
@@ -115,7 +123,7 @@ class Uploader:
         keep = replace(self._keep, named=frozenset([path.name]))
         try:
             if self._failed not in (None, path):
-                # What it has left would fill a store that has little room; of this checkpoint it is needed.
+                # What the failed upload of another checkpoint has left may fill a store that has little room.
                 self.mirror.prune(keep)
             self._failed = path
             self.progress = self.mirror.send(path, self._tell, self._list_beside())
@@ -124,7 +132,7 @@ class Uploader:
         except _OverError:
             return
         except Exception as caught:
-            # Whatever the library of a store raises.
+            # Of any kind, as the libraries of stores raise what they like.
             error = caught
             self._num_failures += 1
         seconds, step = time.monotonic() - begin, step_of(path.name)
@@ -132,15 +140,17 @@ class Uploader:
             what = "cannot be tidied" if self._failed is None else f"has not got {path.name}"
             said = error if isinstance(error, HfdistError) else named_line(error)
             logger.warning("the mirror %s: %s", what, said)
-        self._uploads.append(
-            Upload(step, self.progress, seconds, self.newest_step, self._num_failures, error is not None)
+        upload = Upload(
+            step, self.progress, seconds, self.newest_step, self._num_failures, has_failed=error is not None
         )
+        self._uploads.append(upload)
 
     def _tell(self, sent: UploadProgress) -> None:
+        """Note how far the upload has come; _OverError: it is to be given up."""
         self.progress = sent
         if self._is_over:
             raise _OverError
 
 
 class _OverError(Exception):
-    """Nobody waits for the upload any more."""
+    """The upload is given up, as the run ends."""
