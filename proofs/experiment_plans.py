@@ -64,7 +64,7 @@ def plan(experiment: str, folder: Path) -> dict[str, Any] | str:
         return next((line for line in done.stderr.splitlines() if "error:" in line), "it said nothing")
 
 
-_PROGRAMS = {"image-text.md": "shapes.py", "encoders-and-decoders.md": "packages.py", "embeddings.md": "library.py"}
+_PROGRAMS = {"image-text.md": "shapes.py", "encoders-and-decoders.md": "replaced.py", "embeddings.md": "library.py"}
 """Programs that write the models and rows of experiments, by their pages."""
 
 
