@@ -21,7 +21,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from hfdist.collectives import gather_json
+from hfdist.collectives import on_all_ranks
 from hfdist.config.model import Quantization
 from hfdist.errors import ConfigError
 from hfdist.models.packed_experts import find_stacks, make_levels, pack_experts
@@ -56,10 +56,17 @@ def quantize_frozen(model: PreTrainedModel, quantization: Quantization, layout: 
 
     Raises:
         ConfigError: no rank has any; on all ranks alike.
+        HfdistError: one rank has failed, as where it has no memory left; on all ranks alike.
     """
-    sizes = [*_quantize_layers(model, quantization, layout), *_quantize_experts(model, quantization, layout)]
-    # A stage of a pipeline may have none, and then the others do not wait for it.
-    if not any(gather_json(bool(sizes))):
+    sizes: list[tuple[int, int]] = []
+
+    def quantize() -> bool:
+        sizes.extend(_quantize_layers(model, quantization, layout))
+        sizes.extend(_quantize_experts(model, quantization, layout))
+        return bool(sizes)
+
+    # A stage of a pipeline may have none.
+    if not any(on_all_ranks(quantize)):
         what = "the model has no frozen linear layer of torch.nn.Linear, and no stack of experts, to quantize"
         found = f"{quantization.value}, with {type(model).__name__}"
         raise ConfigError(what, where="adapter.quantization", found=found, hint="adapter=lora")

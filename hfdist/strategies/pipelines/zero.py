@@ -150,11 +150,13 @@ class PipelineZeroStrategy(PipelineStrategy):
 
     def start(self) -> None:
         """Let DeepSpeed take over the process group, and name the user's keys that it does not follow here."""
-        if self._left_out:
+        if self._left_out and self.topology.rank == 0:
             logger.warning(
                 "%s: left out. A pipeline reduces gradients once, after its schedule, and half precision is torch's",
                 ", ".join(f"{PLACE}.{key}" for key in self._left_out),
             )
+            # A recipe and its Trainer both start the strategy: one of them says it.
+            self._left_out = []
         start_deepspeed()
 
     def _state_traffic(self, axes: Axes) -> Iterable[Sent]:

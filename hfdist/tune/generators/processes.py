@@ -98,8 +98,9 @@ class Processes:
                 self._start(index)
         if self._are_all and all(own.process is None for own in self._all):
             codes = ", ".join(str(code) for code in self._all[0].codes)
+            is_refused = self._all[0].codes[-1] == ConfigError.exit_code
             raise PeerError(
-                "all generators have ended, again and again without an answer between",
+                f"all generators have ended{'' if is_refused else ', again and again without an answer between'}",
                 where=str(self._all[0].log),
                 found=f"exit codes {codes}{_last_said(self._all[0].log)}",
                 hint=f"what this file ends with; without generators: {self._without} checkpoint.allow_changes=true",
