@@ -48,10 +48,8 @@ def format_table(sweep: Sweep, trials: Sequence[Trial]) -> str:
 
 def _cells(trial: Trial) -> list[str]:
     """Give a trial's number, value of the metric, tokens, number of rungs and overrides."""
-    if trial.value is not None:
-        value = f"{trial.value:.4f}"
-    else:
-        value = "-" if trial.failure is None else "failed"
+    without_value = "-" if trial.failure is None else "failed"
+    value = without_value if trial.value is None else f"{trial.value:.4f}"
     overrides = " ".join(as_overrides(trial.values))
     return [str(trial.number), value, f"{trial.tokens:,}", str(len(trial.results)), overrides]
 

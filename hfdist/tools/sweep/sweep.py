@@ -93,8 +93,9 @@ def _tokens_per_step(config: RunConfig) -> int:
 
 
 def total_tokens(config: RunConfig) -> int:
-    """Give the most tokens of a whole run. ValueError: `train.max_steps` is None, which the checks of a sweep refuse."""
+    """Give the most tokens of a whole run. ValueError: its config has no `train.max_steps`."""
     steps = config.train.max_steps
     if steps is None:
-        raise ValueError("a sweep whose trials have several lengths has a number of steps")
+        # The checks of a sweep refuse such a config before.
+        raise ValueError("the length of a trial is a share of train.max_steps, which is null")
     return steps * _tokens_per_step(config)
