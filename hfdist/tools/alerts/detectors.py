@@ -27,7 +27,7 @@ _SPIKE_NOISE, _SPIKE_SHARE = 8.0, 0.1
 """A high loss lies above its level by more than so many times the noise, and by more than this share of the level."""
 
 _FIRST_NATS, _FIRST_SHARE = 3.0, 0.5
-"""Before there is a level, a high loss lies above the first loss by more than so many nats and than this share of it."""
+"""Before there is a level, a high loss lies above the first one by more than so many nats and than this share of it."""
 
 _PLATEAU_SHARE, _PLATEAU_LINES = 0.3, 300
 """Share of the run that is its newest part, and the least number of lines in that part for a judgement."""

@@ -66,7 +66,7 @@ class LivePage:
         self._boot = secrets.token_hex(4)
         # It guards the fields below, and tells the browsers' threads of changes.
         self._changed = threading.Condition()
-        self._version = 0
+        self._newest_version = 0
         self._parts: dict[str, _VersionedPart] = {}
         self.has_ended = False
         self.refresh()
@@ -79,8 +79,8 @@ class LivePage:
         with self._changed:
             for name, html in html_of.items():
                 if name not in self._parts or self._parts[name].html != html:
-                    self._version += 1
-                    self._parts[name] = _VersionedPart(self._version, html)
+                    self._newest_version += 1
+                    self._parts[name] = _VersionedPart(self._newest_version, html)
             self._changed.notify_all()
 
     def follow(self) -> None:
@@ -111,7 +111,7 @@ class LivePage:
         """Give the whole page as it is now. It asks for changes at the address `events`, with its place after `?`."""
         with self._changed:
             html_of = {name: part.html for name, part in self._parts.items()}
-            place = f"{self._boot}-{self._version}"
+            place = f"{self._boot}-{self._newest_version}"
         return page(self.runs, html_of, events=f"{events}?{place}")
 
     def wait_for_news(self, place: str) -> tuple[str, dict[str, str]]:
@@ -125,9 +125,9 @@ class LivePage:
         boot, _, version = place.partition("-")
         known = int(version) if boot == self._boot and version.isdecimal() else -1
         with self._changed:
-            self._changed.wait_for(lambda: self.has_ended or self._version > known, _PING_SECONDS)
+            self._changed.wait_for(lambda: self.has_ended or self._newest_version > known, _PING_SECONDS)
             news = {name: part.html for name, part in self._parts.items() if part.version > known}
-            return f"{self._boot}-{self._version}", news
+            return f"{self._boot}-{self._newest_version}", news
 
 
 class Server(ThreadingHTTPServer):
