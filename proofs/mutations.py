@@ -223,8 +223,8 @@ MUTATIONS = [
     ),
     Mutation(
         "a line of sweep.jsonl may set any key",
-        "wrong = [key for key in values if key not in keys] or [one.key",
-        "wrong = [one.key",
+        "wrong = [*too_many, *missing, *bad_values]",
+        "wrong = [*missing, *bad_values]",
         f"{UNIT}/sweep/test_space.py",
     ),
     Mutation(

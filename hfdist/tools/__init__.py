@@ -1,1 +1,1 @@
-"""What reads files of runs and machines, and starts processes: beside the training, not part of it."""
+"""Tools beside the training: they read files of runs, examine machines, and start jobs and sweeps. None has a model."""

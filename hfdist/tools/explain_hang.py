@@ -1,4 +1,4 @@
-"""Why a run hangs, from what its ranks have left in the folder of the watch, or write when they are asked. No torch."""
+"""The explanation of why a run hangs, from the stacks that its ranks have left or write when asked. Loads no torch."""
 
 from __future__ import annotations
 
@@ -12,17 +12,18 @@ from hfdist.records import RunFolder, RunRecord, State, read_run
 from hfdist.tools.begun_collectives import WaitingRanks
 from hfdist.tools.hang_case import HangCase, Row
 from hfdist.tools.report.text import instant
+from hfdist.units import count
 from hfdist.watch.diagnosis import name_ranks
 from hfdist.watch.requests import ASKED, request, withdraw
 from hfdist.watch.snapshot import REPORT, read_beats, read_snapshots
 
 _ANSWER_SECONDS = 8.0
-"""Seconds for all ranks to write what they are doing; rank 0 looks for a request once a second."""
+"""Seconds that all ranks have to write what they are doing; rank 0 looks for a request once a second."""
 _POLL_SECONDS = 0.1
 _SILENT_SECONDS = 3.0
-"""Three beats: one comes each second, and rank 0 waits no longer for what there is to say of each."""
+"""Seconds after which a rank counts as silent: three beats, of which one comes each second."""
 _LOST_SECONDS = 1.0
-"""Least seconds of silence after which the watch ends a run: then it has waited for what the others write."""
+"""The same after the watch has ended the run: it has waited for the other ranks already."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,9 +35,13 @@ class Explanation:
     folder: Path | None
     """Folder of the stacks; None: there are none."""
     rows: list[Row] = field(default_factory=list)
+    """What each rank does."""
     waits: list[WaitingRanks] = field(default_factory=list)
+    """Ranks that wait for other ranks."""
     verdict: str = ""
+    """What is wrong."""
     hint: str = ""
+    """What to do."""
 
     def to_json(self) -> dict[str, object]:
         """Give the explanation as JSON values."""
@@ -74,7 +79,12 @@ class Explanation:
 
 
 def explain(run_dir: Path, *, answer_seconds: float = _ANSWER_SECONDS) -> Explanation:
-    """Explain why a run hangs, or why the watch has ended it. A run that goes on is asked for its stacks."""
+    """Explain why a run hangs, or why the watch has ended it.
+
+    Args:
+        run_dir: folder of the run. The ranks of a run that goes on are asked for their stacks.
+        answer_seconds: seconds to wait for these.
+    """
     record = read_run(run_dir)
     folder = None
     if record is not None and record.state is State.running:
@@ -88,7 +98,7 @@ def explain(run_dir: Path, *, answer_seconds: float = _ANSWER_SECONDS) -> Explan
 
 
 def explain_folder(folder: Path, run: str) -> Explanation:
-    """Explain what the ranks have written into a folder of the watch."""
+    """Explain what the ranks have written into a folder of the watch; `run` is the state of the run, in words."""
     heard, line = read_beats(folder)
     case = HangCase(heard, read_snapshots(folder), _SILENT_SECONDS if line is None else _LOST_SECONDS)
     found = case.judge(line or _read_report(folder))
@@ -96,7 +106,10 @@ def explain_folder(folder: Path, run: str) -> Explanation:
 
 
 def _ask(run_dir: Path, record: RunRecord, answer_seconds: float) -> Path | None:
-    """Let the ranks write what they do, and wait until all have that still beat; None: nobody answers."""
+    """Ask the ranks for their stacks, wait until all that still beat have answered, and give the folder.
+
+    Give None if nobody answers, or if one process waits for nobody.
+    """
     if record.processes < 2:
         return None
     folder = request(run_dir, time.strftime("asked-%Y%m%d-%H%M%S"))
@@ -112,14 +125,14 @@ def _ask(run_dir: Path, record: RunRecord, answer_seconds: float) -> Path | None
 
 
 def _newest(run_dir: Path, record: RunRecord | None) -> Path | None:
-    """Find what the watch has left of the last start."""
-    # What was asked before tells of that moment alone.
+    """Find the newest folder that the watch has left of the last start; None: there is none."""
+    # The answers to an earlier request tell of that moment alone.
     folders = [path for path in RunFolder(run_dir).watch.glob("*") if path.is_dir() and not ASKED.fullmatch(path.name)]
     newest = max(folders, key=lambda path: path.stat().st_mtime, default=None)
     started = None if record is None else instant(record.started)
     if newest is None or started is None:
         return newest
-    # An earlier start's are of another hang.
+    # A folder of an earlier start is about another hang.
     return newest if newest.stat().st_mtime >= started.timestamp() else None
 
 
@@ -134,12 +147,12 @@ def _describe_run(run_dir: Path, record: RunRecord | None) -> str:
     if record is None:
         return f"{run_dir}: run.json is missing or cannot be read"
     code = "" if record.exit_code is None else f" with exit code {record.exit_code}"
-    done = f"{record.step} steps done, {record.processes} rank{'s' * (record.processes != 1)}"
+    done = f"{record.step} steps done, {count(record.processes, 'rank')}"
     return f"{run_dir}: start {record.start}, {record.state.value}{code}, {done}"
 
 
 def _judge_record(record: RunRecord | None) -> tuple[str, str]:
-    """Give verdict and hint where no rank has left a stack."""
+    """Give the verdict and the hint for a run of which no rank has left a stack."""
     if record is None:
         return "nothing is known of it", "its log; or the version of hfdist that ran it"
     if record.state is not State.running:

@@ -1,4 +1,4 @@
-"""Which rank a hang is due to: it left a collective out, called another one, or is silent."""
+"""The case of a hang: from what all ranks were doing, the rank is found that left a collective out, or is silent."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from hfdist.watch.diagnosis import name_ranks
 from hfdist.watch.snapshot import HeardRank, Snapshot
 
 _SLOW_SECONDS = 5.0
-"""A rank that has made progress since does not hang."""
+"""A rank that has made progress within so many seconds does not hang."""
 _SHOWN_FRAMES = 3
-"""Lines of a stack in a verdict."""
+"""Number of lines of a stack in a verdict."""
 _FROM_CHECKPOINT = "the same command goes on from the last checkpoint"
 
 
@@ -28,26 +28,29 @@ class Row(NamedTuple):
     idle_seconds: float
     """Seconds since the rank's last mark of progress."""
     does: str
-    """What it does, in words."""
+    """What the rank does, in words."""
     where: str
-    """File, line and function."""
+    """File, line and function at which the rank is; `-`: not known."""
 
 
 class Verdict(NamedTuple):
-    """What is wrong, what to do, and who waits for whom."""
+    """The answer to why ranks hang."""
 
     verdict: str
+    """What is wrong."""
     hint: str
+    """What to do."""
     waits: list[WaitingRanks]
+    """Ranks that wait for other ranks."""
 
 
 class HangCase:
     """What all ranks were doing at one moment.
 
     Args:
-        heard: what rank 0 knew of each rank.
-        snapshots: what ranks have written themselves.
-        silent_seconds: a rank without a snapshot that was silent for longer counts as silent.
+        heard: what rank 0 has heard of each rank, by rank.
+        snapshots: snapshots that ranks have written themselves, by rank.
+        silent_seconds: seconds after which a rank without a snapshot, of which nothing is heard, counts as silent.
     """
 
     def __init__(
@@ -70,7 +73,7 @@ class HangCase:
         ]
 
     def judge(self, line: str | None) -> Verdict:
-        """Judge the ranks; `line`: the verdict of the watch, None: it has given none."""
+        """Judge the ranks, the surest reason first; `line` is the verdict of the watch, None: it has given none."""
         waits = self._collectives.waits()
         left = {rank: beat.left for rank, beat in self._beats.items() if beat.left}
         if self._silent:
@@ -132,7 +135,7 @@ class HangCase:
         return Verdict(verdict, hint, waits or [WaitingRanks(usual, odd, f"{short_name(call)}, {call.place}")])
 
     def _judge_missing(self, waits: list[WaitingRanks]) -> Verdict | None:
-        """Find ranks that others wait for, and that wait for nobody."""
+        """Find ranks that other ranks wait for, and that wait for nobody themselves."""
         waiting = {rank for wait in waits for rank in wait.waiting}
         for wait in waits:
             missing = [rank for rank in wait.awaited if rank not in waiting and rank in self._snapshots]

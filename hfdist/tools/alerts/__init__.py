@@ -1,4 +1,4 @@
-"""What goes wrong in a run, in words and early, from the lines that it writes. Loads no torch."""
+"""Alerts: what goes wrong in a run is found early, in the lines that it writes, and said in words. Loads no torch."""
 
 from hfdist.tools.alerts.alert import Alert, AlertKind
 from hfdist.tools.alerts.monitor import Monitor

@@ -1,4 +1,4 @@
-"""One alert: what is wrong, since which step, with its figures."""
+"""An alert about a run: what is wrong, at which step, and the figures that show it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from enum import Enum
 
 
 class AlertKind(Enum):
-    """What can be wrong."""
+    """What can be wrong in a run; a detector finds each kind."""
 
     loss_spike = "loss_spike"
     plateau = "plateau"
@@ -24,18 +24,20 @@ class AlertKind(Enum):
 
 @dataclass(frozen=True)
 class Detection:
-    """What a detector sees at a step."""
+    """What a detector has found to be wrong."""
 
     text: str
-    """One line: what, the figures, what to do."""
+    """One line for the reader: what is wrong, with its figures, and what to do."""
     figures: Mapping[str, float | int | str]
+    """The same figures by name, for programs."""
 
 
 @dataclass(frozen=True)
 class Alert(Detection):
-    """A detection that is new."""
+    """A detection that a reader is told of, with its step and kind."""
 
     step: int
+    """Step at which the detection was made."""
     kind: AlertKind
 
     def to_json(self) -> dict[str, object]:

@@ -1,4 +1,4 @@
-"""A command of the user's that gets each alert, beside the training: for a webhook, a mail or a pager."""
+"""The user's own command that gets each alert, for a webhook, a mail or a pager. The training does not wait for it."""
 
 from __future__ import annotations
 
@@ -22,10 +22,12 @@ _LONGEST_SECONDS = 30.0
 
 
 class AlertCommand:
-    """Starts the command for each alert, without a shell; what fails is a warning.
+    """A command that is started for each alert, without a shell. If it fails, a warning is logged.
+
+        start --> a daemon thread for each alert --> the command: JSON on its stdin, killed after 30 seconds
 
     Args:
-        command: split into words as a shell does.
+        command: the command line, which is split into words as a shell does.
     """
 
     def __init__(self, command: str) -> None:
@@ -47,26 +49,28 @@ class AlertCommand:
         self._threads = [*filter(threading.Thread.is_alive, self._threads), thread]
 
     def wait(self) -> None:
-        """Wait for what still runs, at most as long as it may take."""
+        """Wait until all commands have ended, or were killed."""
         for thread in self._threads:
             thread.join(_LONGEST_SECONDS + 1)
 
     def _run(self, text: str) -> None:
+        """Run the command in its thread, and warn if it cannot be started: no error may reach the training."""
         try:
-            # Into a file: what the command leaves running may hold a pipe open.
+            # Its errors go to a file, and not to a pipe: a child that the command leaves running may hold that open.
             with tempfile.TemporaryFile() as errors:
                 self._call(text, errors)
         except (OSError, ValueError) as error:
             logger.warning("report.alert_command cannot be started: %s", getattr(error, "strerror", None) or error)
 
     def _call(self, text: str, errors: BinaryIO) -> None:
+        """Run the command to its end, and warn if it fails or takes too long; `errors` takes its stderr."""
         process = subprocess.Popen(
             self._words, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=errors, text=True, process_group=0
         )
         try:
             process.communicate(text, _LONGEST_SECONDS)
         except subprocess.TimeoutExpired:
-            # The whole group: a command may have children.
+            # The whole group is killed: a command may have children.
             os.killpg(process.pid, signal.SIGKILL)
             process.wait()
             logger.warning("report.alert_command took more than %g s, and was killed", _LONGEST_SECONDS)

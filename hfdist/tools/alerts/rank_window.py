@@ -1,19 +1,30 @@
-"""Which rank computes longer than the others, or waits for its data, over some lines of ranks.jsonl."""
+"""The times of ranks over some lines of ranks.jsonl: which rank computes longer than others, or waits for its data."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from statistics import fmean, median
+from typing import NamedTuple
 
 from hfdist.records.lines import Line
 from hfdist.tools.alerts.alert import Detection
 
 _SLOW_TIMES, _SLOW_SHARE = 1.3, 0.15
-"""How much longer than the others a rank computes, and how much of the step that is; both."""
+"""A slow rank computes more than so many times as long as the others, and longer by more than this share of a step."""
 _SLOW_LINES = 0.75
-"""Share of the lines in which it is slower than each of the others."""
+"""A slow rank is the slowest in at least this share of the lines."""
 _DATA_SHARE = 0.2
-"""Share of the step in which a rank waits for its data, from which on that is an alert."""
+"""A rank that waits for its data for more than this share of a step is an alert."""
+
+
+class _Slowest(NamedTuple):
+    """The rank of a stage that computes longest; such values compare by their excess."""
+
+    excess: float
+    """Seconds by which it computes longer than the median of the others, in the whole window."""
+    rank: int
+    others: float
+    """That median, in seconds."""
 
 
 class RankWindow:
@@ -26,8 +37,12 @@ class RankWindow:
 
     def __init__(self, num_stages: int, hosts: Sequence[str]) -> None:
         self._num_stages, self._hosts = num_stages, hosts
-        self.num_lines, self.seconds = 0, 0.0
+        self.num_lines = 0
+        """Number of lines in the window."""
+        self.seconds = 0.0
+        """Seconds of all steps in the window, in the mean of ranks."""
         self._num_steps = 0
+        # By rank: seconds of all steps, and the number of lines in which the rank computed longest of its stage.
         self._data: list[float] = []
         self._compute: list[float] = []
         self._num_slowest: list[int] = []
@@ -36,11 +51,14 @@ class RankWindow:
         """Add a line, whose times are means of `num_steps` steps."""
         step, data, compute = (line[f"{name}_seconds"] for name in ("step", "data", "compute"))
         if not self.num_lines:
-            self._data, self._compute, self._num_slowest = [0.0] * len(data), [0.0] * len(data), [0] * len(data)
-        self.num_lines, self._num_steps = self.num_lines + 1, self._num_steps + num_steps
+            num_ranks = len(data)
+            self._data, self._compute, self._num_slowest = [0.0] * num_ranks, [0.0] * num_ranks, [0] * num_ranks
+        self.num_lines += 1
+        self._num_steps += num_steps
         self.seconds += num_steps * fmean(step)
         for rank, seconds in enumerate(data):
             self._data[rank] += num_steps * (seconds or 0.0)
+        # On a GPU the time to compute is not measured.
         if None in compute:
             return
         for rank, seconds in enumerate(compute):
@@ -49,17 +67,22 @@ class RankWindow:
             self._num_slowest[max(stage, key=lambda rank: compute[rank])] += 1
 
     def find_slow_rank(self) -> Detection | None:
-        """Find a rank that computes much longer than those with the same work."""
-        found: list[tuple[float, int, float]] = []
+        """Find the rank that computes much longer than the others with the same work; None: there is none."""
+        found: list[_Slowest] = []
         for stage in self._stages():
             rank = max(stage, key=lambda rank: self._compute[rank])
             others = [self._compute[other] for other in stage if other != rank]
             if others and self._num_slowest[rank] >= _SLOW_LINES * self.num_lines:
-                found.append((self._compute[rank] - median(others), rank, median(others)))
-        excess, rank, usual = max(found, default=(0.0, 0, 0.0))
-        if excess <= _SLOW_SHARE * self.seconds or excess <= (_SLOW_TIMES - 1) * usual:
+                usual = median(others)
+                found.append(_Slowest(self._compute[rank] - usual, rank, usual))
+        if not found:
             return None
-        seconds, of_others = self._compute[rank] / self._num_steps, usual / self._num_steps
+        slowest = max(found)
+        is_much_of_step = slowest.excess > _SLOW_SHARE * self.seconds
+        if not is_much_of_step or slowest.excess <= (_SLOW_TIMES - 1) * slowest.others:
+            return None
+        rank = slowest.rank
+        seconds, of_others = self._compute[rank] / self._num_steps, slowest.others / self._num_steps
         return Detection(
             f"{self._name(rank)} is slow: it computes {seconds:.3g} s in a step of {self._step_seconds:.3g} s, the"
             f" others {of_others:.3g} s, and they wait for it; that machine may be too hot, or have other work",
@@ -67,7 +90,7 @@ class RankWindow:
         )
 
     def find_data_wait(self) -> Detection | None:
-        """Find a rank that waits for its loader much of the time."""
+        """Find the rank that waits longest for its data, if that is much of the time; None: it is not."""
         rank = max(range(len(self._data)), key=lambda rank: self._data[rank])
         share = self._data[rank] / self.seconds
         if share <= _DATA_SHARE:
@@ -81,9 +104,11 @@ class RankWindow:
 
     @property
     def _step_seconds(self) -> float:
+        """The mean seconds of a step."""
         return self.seconds / self._num_steps
 
     def _stages(self) -> list[range]:
+        """Give the ranks of each pipeline stage, which follow each other."""
         num_ranks = len(self._data)
         size = max(num_ranks // self._num_stages, 1)
         return [range(first, first + size) for first in range(0, num_ranks, size)]

@@ -1,1 +1,1 @@
-"""What a machine, and the links between machines, have for a run: `hfdist doctor`, before a job on a new machine."""
+"""The examination of a machine, and of the links between machines, before a job: `hfdist doctor`."""

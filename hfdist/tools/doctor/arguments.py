@@ -1,4 +1,4 @@
-"""What both commands of the doctor read: how many ranks to start, and time limits. Loads torch only to count GPUs."""
+"""The arguments that `hfdist doctor` and `hfdist bandwidth` share: the number of ranks, and time limits."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hfdist.topology import read_launcher
 
 
 def read_seconds(values: Mapping[str, str], name: str, default: str) -> float:
-    """Read a time limit; ConfigError: it is no whole number, or more than a day, which stores cannot wait."""
+    """Read a time limit in seconds. ConfigError: it is no whole number, or more than the day that stores can wait."""
     seconds = read_number(values, name, default)
     if seconds > DAY_SECONDS:
         where, allowed = f"{name} ({COMMAND_LINE})", f"at most {DAY_SECONDS:g}, which is a day"
@@ -25,7 +25,7 @@ def read_processes(values: Mapping[str, str]) -> tuple[int, bool]:
     """Read the key `processes`.
 
     Returns:
-        The number of ranks to start, or 1; and whether a launcher has started several.
+        The number of ranks to start, 1 for none, and whether a launcher has started several.
 
     Raises:
         ConfigError: a wrong value, or another number than the launcher's.
@@ -42,6 +42,8 @@ def read_processes(values: Mapping[str, str]) -> tuple[int, bool]:
 
 
 def _choose(asked: int | None) -> int:
+    """Give the number of ranks to start on this machine; None: it was not asked for. ConfigError: too few GPUs."""
+    # Imported here, as it loads torch, which counts GPUs.
     from hfdist.launch.launch import count_gpus
 
     gpus = count_gpus()

@@ -1,4 +1,4 @@
-"""The command line of `hfdist doctor`."""
+"""The command line of `hfdist doctor`: what is examined, and whether by this process alone or by several ranks."""
 
 from __future__ import annotations
 
@@ -31,8 +31,8 @@ _KEYS = {"processes": f"N|{AUTO}", "run.dir": "FOLDER", "pair_seconds": "N", "js
 
 
 def _examine(arguments: list[str]) -> None:
-    """Examine, and end with exit code 7 where there is an error."""
-    # Before torch is loaded: it would say of each dead link what a finding says.
+    """Examine, and end with exit code 7 if there is an error."""
+    # Set before torch is loaded: it would write of each dead link what a finding says.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
     request, is_launched = parse_request(arguments)
     if request.is_offline:
@@ -40,7 +40,7 @@ def _examine(arguments: list[str]) -> None:
     if not is_launched and request.processes == 1:
         report(check_machine(request, num_hosts=1), [], [], as_json=request.as_json)
         return
-    # Here: one process needs no torch.
+    # Imported here, as they load torch, which one process does not need.
     from hfdist.launch.launch import start_ranks
     from hfdist.tools.doctor.ranks import examine_rank
 

@@ -1,4 +1,4 @@
-"""What `hfdist doctor` is asked, what it checks on each machine, and how findings are printed. Loads no torch."""
+"""The examination of one machine by `hfdist doctor`: what is asked, what is checked, what is printed. No torch."""
 
 from __future__ import annotations
 
@@ -16,20 +16,29 @@ from hfdist.tools.doctor.pairs import Pair
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What `hfdist doctor` is asked."""
+    """The command line of `hfdist doctor`, checked."""
 
     run_dir: Path
+    """Folder of runs."""
     processes: int
-    """Processes to start; 1: none but this process, or what a launcher has started."""
+    """Number of processes to start; 1: no further ones than this process, or those of a launcher."""
     pair_seconds: float
     """Seconds that two ranks may take to connect, and for a message."""
     as_json: bool
+    """Whether the findings are printed as JSON."""
     is_offline: bool = False
-    """The Hub is not asked."""
+    """Whether the Hub must not be asked."""
 
 
 def report(findings: Sequence[Finding], pairs: Sequence[Pair], hosts: Sequence[str], *, as_json: bool) -> None:
-    """Print the findings, and end with exit code 7 where there is an error."""
+    """Print the findings, and end this process with exit code 7 if one is an error.
+
+    Args:
+        findings: findings of all machines.
+        pairs: pairs of ranks whose links were tried, for the JSON.
+        hosts: host of each rank.
+        as_json: whether to print JSON.
+    """
     code = ResourceError.exit_code if any(one.level == Level.error for one in findings) else 0
     if as_json:
         found = {"findings": to_json(findings), "pairs": [pair.to_json() for pair in pairs], "hosts": [*hosts]}

@@ -1,4 +1,4 @@
-"""What rank 0 finds in the facts and the pairs of all ranks. Loads no torch."""
+"""The judgement of rank 0: the findings that follow from the facts and the pairs of all ranks. Loads no torch."""
 
 from __future__ import annotations
 
@@ -11,18 +11,29 @@ from hfdist.tools.doctor.pairs import Pair, judge_clocks, judge_pairs
 
 
 class RankFacts(TypedDict):
-    """Facts of a rank that rank 0 compares with those of others."""
+    """Facts of a rank and its machine, which rank 0 compares with the facts of other ranks."""
 
     host: str
     cores: int
+    """Number of cores that processes of the machine may use."""
     threads: int
+    """Number of threads of the rank."""
     versions: dict[str, str]
+    """Versions of packages by their names."""
     has_gpu: bool
+    """Whether there is a GPU for this rank."""
     link_gbs: float | None
+    """Speed of the machine's network interface, in 10^9 bytes a second; None: not known."""
 
 
 def judge(facts: Mapping[int, RankFacts], pairs: Sequence[Pair], world_size: int) -> list[Finding]:
-    """Judge what follows from the facts and pairs of all ranks."""
+    """Give the findings about missing ranks, versions, threads, links and clocks.
+
+    Args:
+        facts: facts of the ranks that have come, by rank.
+        pairs: pairs whose links were tried.
+        world_size: number of ranks that should have come.
+    """
     by_host: dict[str, list[RankFacts]] = {}
     for _, one in sorted(facts.items()):
         by_host.setdefault(one["host"], []).append(one)
@@ -45,7 +56,13 @@ def judge(facts: Mapping[int, RankFacts], pairs: Sequence[Pair], world_size: int
 
 
 def describe_all_reduce(backend: str, gbs: Mapping[str, float] | str, num_ranks: int) -> Finding:
-    """Describe what an all-reduce of `num_ranks` ranks reached by MiB, or why it failed."""
+    """Give a finding about an all-reduce of many ranks.
+
+    Args:
+        backend: `gloo` or `nccl`.
+        gbs: 10^9 bytes a second by size in MiB, or in words why it failed.
+        num_ranks: number of its ranks.
+    """
     check, hint = f"{backend} all-reduce", "each pair works: NCCL_DEBUG=INFO tells more"
     if isinstance(gbs, str):
         return Finding.of(check, f"{num_ranks} ranks: {gbs}", error=True, hint=hint)

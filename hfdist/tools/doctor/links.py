@@ -1,4 +1,11 @@
-"""Trials of links: each pair of ranks by itself, with a time limit, so that one dead pair stops no other."""
+"""The trial of links: each pair of ranks by itself, with time limits, so that one dead pair stops no other pair.
+
+rank a                        store                       rank b
+listens, tells its address    <-- name/at -->             listens, tells its address
+connects to b                                             connects to a
+tells what failed             <-- name/problem -->        tells what failed
+[ a process group of both by the backend, in which the link is measured ]
+"""
 
 from __future__ import annotations
 
@@ -35,7 +42,7 @@ def try_pairs(
     *,
     is_second: bool = False,
 ) -> list[Pair]:
-    """Try the pairs to which this rank belongs, a rank in one at a time.
+    """Try the pairs to which this rank belongs, one after the other.
 
     Args:
         rendezvous: the store of all ranks.
@@ -43,7 +50,7 @@ def try_pairs(
         schedule: rounds of pairs, the same on all ranks.
         hosts: host of each rank.
         seconds: seconds that a pair may take to connect, and for each message.
-        is_second: whether rounds have one pair each, and wait for the end of the one before.
+        is_second: whether these are second tries, in rounds of one pair, each of which waits for the one before.
     """
     found = []
     label = f"{backend}-again" if is_second else backend
@@ -101,7 +108,7 @@ def _try(rendezvous: Rendezvous, pair: Pair, name: str, seconds: float) -> None:
 
 
 def what_failed(error: Exception) -> str:
-    """Give the first line of a backend's error, without the place in its source."""
+    """Give the first line of a backend's error, without the place in the backend's source."""
     return printable(re.sub(r"\[/[^\]]*\] ?", "", first_line(error)), 160)
 
 
@@ -109,7 +116,8 @@ def measure_all(rendezvous: Rendezvous, backend: str, ranks: Sequence[int], seco
     """Measure an all-reduce of all these ranks. A collective.
 
     Returns:
-        10^9 bytes a second by MiB, as NCCL's own tests count the bus: 2 (n - 1) / n times the bytes; or what was wrong.
+        10^9 bytes a second by size in MiB, as NCCL's own tests count the bus: 2 (n - 1) / n times the bytes; or in
+        words what was wrong.
     """
     gbs: dict[str, float] = {}
     try:
@@ -125,7 +133,7 @@ def measure_all(rendezvous: Rendezvous, backend: str, ranks: Sequence[int], seco
 
 
 def prepare_nccl() -> None:
-    """Let NCCL raise an error in place of ending the process. Call it before the first group."""
+    """Let NCCL raise an error instead of ending the process. Call this before the first group is made."""
     os.environ.update(TORCH_NCCL_BLOCKING_WAIT="1", TORCH_NCCL_ASYNC_ERROR_HANDLING="0")
 
 

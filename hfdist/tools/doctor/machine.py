@@ -1,4 +1,4 @@
-"""Limits of this machine for the processes of a run: memory, files, processes, threads, and a name. Loads no torch."""
+"""Checks of what this machine gives the processes of a run: memory, files, processes, threads, a name. No torch."""
 
 from __future__ import annotations
 
@@ -15,18 +15,20 @@ from hfdist.cgroup import least_limit
 from hfdist.host_memory import cgroup_memory
 from hfdist.launch.address import is_loopback, own_interfaces
 from hfdist.tools.doctor.finding import Finding
-from hfdist.units import size
+from hfdist.units import count, size
 
 _MIB, _GIB = 1 << 20, 1 << 30
 _SHM = "/dev/shm"
+# With less than the first value a run is likely to fail, which is an error; with less than the second it may.
 _LEAST_SHM, _ENOUGH_SHM = 64 * _MIB, 1 * _GIB
 _LEAST_FILES, _ENOUGH_FILES = 1024, 4096
 _LEAST_PROCESSES, _ENOUGH_PROCESSES = 512, 4096
 _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
+"""Variables that name the network interface of gloo and of NCCL."""
 
 
 def check_machine(num_hosts: int) -> list[Finding]:
-    """Check the limits of every process on this machine."""
+    """Check the limits of this machine, which is one of `num_hosts`."""
     return [
         _check_memory(),
         _check_shared_memory(),
@@ -40,14 +42,14 @@ def check_machine(num_hosts: int) -> list[Finding]:
 def _check_memory() -> Finding:
     ram, free = psutil.virtual_memory().total, psutil.virtual_memory().available
     group = cgroup_memory()
-    limit = None if group is None else group.limit_bytes
+    usable = ram
     if group is None or group.limit_bytes >= ram:
         text = f"{ram / _GIB:.1f} GiB, {free / _GIB:.1f} GiB free"
     else:
-        free = min(free, group.free_bytes)
-        text = f"a cgroup gives {group.limit_bytes / _GIB:.1f} GiB of {ram / _GIB:.1f} GiB, {free / _GIB:.1f} GiB free"
-    low = free < 0.1 * min(ram, limit or ram)
-    return Finding.of("memory", text, warning=low, hint="end what uses it, or ask the scheduler for more memory")
+        usable, free = group.limit_bytes, min(free, group.free_bytes)
+        text = f"a cgroup gives {usable / _GIB:.1f} GiB of {ram / _GIB:.1f} GiB, {free / _GIB:.1f} GiB free"
+    is_low = free < 0.1 * usable
+    return Finding.of("memory", text, warning=is_low, hint="end what uses it, or ask the scheduler for more memory")
 
 
 def _check_shared_memory() -> Finding:
@@ -92,7 +94,7 @@ def _check_locked_memory() -> Finding:
 
 
 def check_name(num_hosts: int) -> Finding:
-    """Check whether others reach this machine by the address that gloo tells them: that of its name."""
+    """Check whether other machines reach this one by the address of its name, which gloo tells them."""
     name, check = platform.node(), "host name"
     interfaces = own_interfaces()
     known = ", ".join(f"{one} {address}" for one, address in interfaces.items()) or "none but the loopback"
@@ -122,11 +124,12 @@ def check_name(num_hosts: int) -> Finding:
 
 def check_threads(threads: int, cores: int, ranks: int) -> Finding:
     """Check whether the ranks of a machine have more threads than cores."""
-    text = f"{ranks} rank{'s' * (ranks > 1)} x {threads} threads on {cores} cores"
+    text = f"{count(ranks, 'rank')} x {threads} threads on {cores} cores"
     hint = f"export OMP_NUM_THREADS={max(1, cores // ranks)}"
-    # With one thread a rank there is nothing to lower.
+    # With one thread in each rank there is nothing to lower.
     return Finding.of("threads", text, warning=threads > 1 and threads * ranks > cores, hint=hint)
 
 
 def _limit(value: int) -> int:
+    """Give a limit of this process as a number that can be compared: no limit is a very large one."""
     return 1 << 62 if value == resource.RLIM_INFINITY else value

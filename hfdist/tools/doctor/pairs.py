@@ -1,4 +1,4 @@
-"""Figures of the link between two ranks, and the findings that follow from all pairs together. Loads no torch."""
+"""The pairs of ranks whose links are tried: their figures, their rounds, and what follows from them. Loads no torch."""
 
 from __future__ import annotations
 
@@ -8,18 +8,20 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from hfdist.tools.doctor.finding import Finding, Level
-from hfdist.units import list_first
+from hfdist.units import count, list_first
 
 SIZES_MIB = (1, 16)
+"""Sizes of the messages that are sent, in MiB."""
 _LARGEST = str(SIZES_MIB[-1])
 _LEAST_LOCAL_GBS = 0.1
-"""A slower link within a machine means that its processes have no core to themselves."""
+"""Least 10^9 bytes a second within a machine: a slower link means that processes have no core to themselves."""
 _MOST_OF_ONE_STREAM_GBS = 1.0
 """Most 10^9 bytes a second of one connection of gloo, on however fast a link."""
 _MOST_OFFSET_SECONDS = 1.0
+"""Most seconds by which clocks may differ."""
 _NAMED_PAIRS = 6
 _MOST_SLOW = 32
-"""Pairs that are measured again, one at a time."""
+"""Most slow pairs that are measured again, one at a time."""
 
 
 @dataclass(kw_only=True)
@@ -27,26 +29,30 @@ class Pair:
     """Two ranks, and the figures of the link between them."""
 
     ranks: tuple[int, int]
+    """Both ranks, the lower one first."""
     hosts: tuple[str, str]
+    """Host of each of the two."""
     backend: str
+    """Backend that was tried: `gloo` or `nccl`."""
     error: str | None = None
-    """Why the two could not connect; None: they have."""
+    """Why the two could not connect; None: they could."""
     latency_seconds: float = 0.0
     """Seconds of a small message, one way."""
     gbs: dict[str, float] = field(default_factory=dict)
-    """10^9 bytes a second of a message, by its MiB."""
+    """10^9 bytes a second of a message, by its size in MiB as text."""
     all_reduce_gbs: dict[str, float] = field(default_factory=dict)
+    """10^9 bytes a second of an all-reduce of both ranks, by size in the same way."""
     offset_seconds: float = 0.0
     """Seconds by which the second rank's clock is ahead."""
 
     @property
     def speed(self) -> float:
-        """Give the speed at the largest size; 0: it was not measured here."""
+        """The speed of the largest message, in 10^9 bytes a second; 0: this rank has not measured it."""
         return self.gbs.get(_LARGEST, 0.0)
 
     @property
     def is_local(self) -> bool:
-        """Whether both are on one machine."""
+        """Whether both ranks are on one machine."""
         return self.hosts[0] == self.hosts[1]
 
     def to_json(self) -> dict[str, object]:
@@ -60,19 +66,27 @@ class Pair:
 
 
 def rounds(ranks: Sequence[int]) -> list[list[tuple[int, int]]]:
-    """Divide all pairs into rounds, in each of which a rank is in one pair at most."""
-    circle: list[int | None] = [*ranks, *([None] if len(ranks) % 2 else [])]
-    found = []
+    """Divide all pairs of ranks into rounds, in each of which a rank is in one pair at most.
+
+    This is a tournament by the circle method: the first rank stays, and the others move on by a place each round.
+
+        0 1 2      0 5 1      0 4 5
+        5 4 3      4 3 2      3 2 1      pairs stand one above the other
+    """
+    circle: list[int | None] = list(ranks)
+    if len(circle) % 2:
+        circle.append(None)  # The partner of a rank that has none in a round.
+    half, found = len(circle) // 2, []
     for _ in range(len(circle) - 1):
-        half = len(circle) // 2
         couples = zip(circle[:half], reversed(circle[half:]), strict=True)
         found.append([(min(a, b), max(a, b)) for a, b in couples if a is not None and b is not None])
-        circle = [circle[0], circle[-1], *circle[1:-1]]
+        first, *others, last = circle
+        circle = [first, last, *others]
     return found
 
 
 def find_slow(pairs: Sequence[Pair]) -> list[Pair]:
-    """Find the pairs below half of the median of their kind, the slowest first."""
+    """Find the pairs below half of the median speed, within machines and between them; the slowest come first."""
     found = []
     for is_local in (True, False):
         kind = [pair for pair in pairs if pair.error is None and pair.is_local is is_local]
@@ -87,7 +101,7 @@ def judge_pairs(pairs: Sequence[Pair], link_gbs: Mapping[str, float]) -> list[Fi
 
     Args:
         pairs: pairs of one backend.
-        link_gbs: speed of each host's link, where it is known.
+        link_gbs: speed of the network link of each host whose speed is known, in 10^9 bytes a second.
     """
     backend = pairs[0].backend
     alive = [pair for pair in pairs if pair.error is None]
@@ -100,27 +114,31 @@ def judge_pairs(pairs: Sequence[Pair], link_gbs: Mapping[str, float]) -> list[Fi
 
 
 def judge_clocks(pairs: Sequence[Pair]) -> list[Finding]:
-    """Compare the clock of each host with that of the first host, by what their pairs have measured."""
-    alive = [pair for pair in pairs if pair.error is None and not pair.is_local]
-    worst: dict[str, float] = {}
-    for pair in alive:
-        if pair.hosts[0] == alive[0].hosts[0]:
-            worst[pair.hosts[1]] = max(worst.get(pair.hosts[1], 0.0), pair.offset_seconds, key=abs)
-    far = {host: seconds for host, seconds in worst.items() if abs(seconds) > _MOST_OFFSET_SECONDS}
+    """Compare the clock of each host with the first host's clock, by what their pairs have measured."""
+    between = [pair for pair in pairs if pair.error is None and not pair.is_local]
+    if not between:
+        return []
+    reference, _ = between[0].hosts
+    largest: dict[str, float] = {}
+    for pair in between:
+        first, host = pair.hosts
+        if first == reference:
+            largest[host] = max(largest.get(host, 0.0), pair.offset_seconds, key=abs)
+    far = {host: seconds for host, seconds in largest.items() if abs(seconds) > _MOST_OFFSET_SECONDS}
+    if not far:
+        most = 1000 * max(map(abs, largest.values()))
+        return [Finding.of("clocks", f"{len(largest) + 1} machines agree within {most:.0f} ms")]
     hint = "start NTP there, as chronyd: records and logs of machines are compared by time"
     found = []
     for host, seconds in far.items():
         side = "ahead of" if seconds > 0 else "behind"
-        text = f"{host}'s clock is {abs(seconds):.1f} s {side} {alive[0].hosts[0]}'s"
+        text = f"{host}'s clock is {abs(seconds):.1f} s {side} {reference}'s"
         found.append(Finding("clocks", Level.warning, text, hint))
-    if worst and not far:
-        most = 1000 * max(map(abs, worst.values()))
-        found.append(Finding.of("clocks", f"{len(worst) + 1} machines agree within {most:.0f} ms"))
     return found
 
 
 def _judge_dead(dead: Sequence[Pair]) -> list[Finding]:
-    """Give one finding for each two hosts."""
+    """Give one finding for all dead pairs of the same two hosts."""
     by_hosts: dict[tuple[str, str], list[Pair]] = {}
     for pair in dead:
         by_hosts.setdefault(pair.hosts, []).append(pair)
@@ -141,35 +159,38 @@ def _judge_dead(dead: Sequence[Pair]) -> list[Finding]:
 
 
 def _judge_speed(pairs: Sequence[Pair], link_gbs: Mapping[str, float], check: str) -> list[Finding]:
-    speeds = {pair.ranks: pair.speed for pair in pairs}
-    median = statistics.median(speeds.values())
+    """Give a finding for each slow pair, and one about all pairs of a kind."""
+    speeds = [pair.speed for pair in pairs]
+    median = statistics.median(speeds)
     found = []
     for pair in find_slow(pairs):
+        first, second = pair.hosts
         text = (
-            f"ranks {pair.ranks[0]}-{pair.ranks[1]} ({pair.hosts[0]}, {pair.hosts[1]}) reach {speeds[pair.ranks]:.3f} "
+            f"ranks {pair.ranks[0]}-{pair.ranks[1]} ({first}, {second}) reach {pair.speed:.3f} "
             f"GB/s at {_LARGEST} MiB, where the median of {len(pairs)} pairs is {median:.3f}"
         )
-        hint = f"`ethtool` of both interfaces, their cables and switch ports; else leave {pair.hosts[1]} out"
+        hint = f"`ethtool` of both interfaces, their cables and switch ports; else leave {second} out"
         found.append(Finding(check, Level.warning, text, hint))
-    low, high = min(speeds.values()), max(speeds.values())
+    low, high = min(speeds), max(speeds)
     reduced = statistics.median(pair.all_reduce_gbs[_LARGEST] for pair in pairs)
     small = statistics.median(pair.gbs[str(SIZES_MIB[0])] for pair in pairs)
     latency = statistics.median(pair.latency_seconds for pair in pairs)
-    expected, of_what = _expect(pairs, link_gbs)
+    expected, reason = _expect(pairs, link_gbs)
     text = (
-        f"{len(pairs)} pair{'s' * (len(pairs) > 1)}: {_LARGEST} MiB at {low:.2f} to {high:.2f} GB/s (median "
+        f"{count(len(pairs), 'pair')}: {_LARGEST} MiB at {low:.2f} to {high:.2f} GB/s (median "
         f"{median:.2f}, all-reduce {reduced:.2f}), {SIZES_MIB[0]} MiB at {small:.2f}, "
-        f"{1e6 * latency:.0f} us; expected: {expected:.2f}, {of_what}"
+        f"{1e6 * latency:.0f} us; expected: {expected:.2f}, {reason}"
     )
     hint = "an interface that is faster: GLOO_SOCKET_IFNAME; or nothing else on these machines meanwhile"
     return [*found, Finding.of(check, text, warning=median < expected, hint=hint)]
 
 
 def _expect(pairs: Sequence[Pair], link_gbs: Mapping[str, float]) -> tuple[float, str]:
-    """Give the least speed that is expected, and why."""
+    """Give the least speed that pairs of a kind should reach, in 10^9 bytes a second, and why."""
     known = [link_gbs[host] for pair in pairs for host in pair.hosts if host in link_gbs]
     if pairs[0].is_local:
         return _LEAST_LOCAL_GBS, "the least within a machine"
     if known:
-        return min(min(known), _MOST_OF_ONE_STREAM_GBS) / 2, f"half of what one stream fills of {min(known):.2f}"
+        slowest_link = min(known)
+        return min(slowest_link, _MOST_OF_ONE_STREAM_GBS) / 2, f"half of what one stream fills of {slowest_link:.2f}"
     return 0.0, "the speed of the links is not known"

@@ -1,4 +1,14 @@
-"""The examination by several ranks: each tries its links, and rank 0 judges and prints all findings."""
+"""The examination by several ranks: each tries its links, and rank 0 judges and prints all findings.
+
+rank 0                                 the others
+<- facts                               tell their facts
+plan: who tries which links ->         hear it
+checks its machine, tries its links    the first of a machine checks it; all try their links
+<- findings, pairs                     tell them
+rest: slow pairs, all-reduces ->       hear it; both measure it
+<- again, end                          tell the slow pairs' new figures, and their end
+judges and prints
+"""
 
 from __future__ import annotations
 
@@ -23,9 +33,9 @@ from hfdist.tools.doctor.shared_folder import check_same_folder, marked
 from hfdist.topology import LauncherPlace, read_launcher
 
 _PLAN_SECONDS = 2 * JOIN_SECONDS
-"""Seconds in which rank 0 has said what is to be done."""
+"""Seconds within which rank 0 says what is to be done."""
 _MOST_RANKS = 64
-"""Most ranks that all try the links; of more, one of each machine does: the number of pairs grows with the square."""
+"""Most ranks of which all try the links. Of more, one rank of each machine does: pairs grow with their square."""
 
 
 def examine_rank(request: Request) -> None:
@@ -50,15 +60,18 @@ class Plan(TypedDict):
     ranks: list[int]
     """Ranks that try the links."""
     backends: list[str]
+    """Backends to try: `gloo`, and `nccl` where all ranks have a GPU."""
     mark: str | None
-    """A file in rank 0's folder of runs; None: it could not be written."""
+    """Name of a file in rank 0's folder of runs; None: it could not be written."""
 
 
 class Rest(TypedDict):
-    """What is left to measure after the first tries: slow pairs, and backends for an all-reduce of all ranks."""
+    """What is left to measure after the first tries."""
 
     again: dict[str, list[tuple[int, int]]]
+    """Ranks of the slow pairs, by backend."""
     whole: list[str]
+    """Backends by which all ranks together make an all-reduce."""
 
 
 def _facts(place: LauncherPlace) -> RankFacts:
@@ -70,7 +83,7 @@ def _facts(place: LauncherPlace) -> RankFacts:
     return {
         "host": platform.node(),
         "cores": cores,
-        # Without the variable, torch takes all of them.
+        # Without the variable, torch takes all cores.
         "threads": int(text) if (text := os.environ.get("OMP_NUM_THREADS", "")).isdecimal() else cores,
         "versions": find_versions(),
         "has_gpu": has_gpu,
@@ -79,6 +92,7 @@ def _facts(place: LauncherPlace) -> RankFacts:
 
 
 def _try_links(request: Request, rendezvous: Rendezvous, plan: Plan) -> list[Pair]:
+    """Try all links of this rank by each backend."""
     prepare_nccl()
     found = []
     for backend in plan["backends"]:
@@ -102,7 +116,7 @@ def _hosts_of(plan: Plan) -> dict[int, str]:
 
 
 def _measure_all(request: Request, rendezvous: Rendezvous, plan: Plan, rest: Rest) -> dict[str, dict[str, float] | str]:
-    """Measure an all-reduce by the backends that have no dead link, and give the speeds by backend."""
+    """Measure an all-reduce of all ranks by each backend without a dead link; give speeds or an error by backend."""
     return {
         backend: measure_all(rendezvous, backend, plan["ranks"], request.pair_seconds)
         for backend in rest["whole"]
@@ -111,6 +125,7 @@ def _measure_all(request: Request, rendezvous: Rendezvous, plan: Plan, rest: Res
 
 
 def _follow(request: Request, rendezvous: Rendezvous, place: LauncherPlace) -> None:
+    """Do the part of any rank but 0."""
     rendezvous.tell("facts", _facts(place))
     plan: Plan | None = rendezvous.hear("plan", 0, _PLAN_SECONDS)
     if plan is None:
@@ -125,17 +140,19 @@ def _follow(request: Request, rendezvous: Rendezvous, place: LauncherPlace) -> N
     if rest is not None:
         rendezvous.tell("again", [pair.to_json() for pair in _try_again(request, rendezvous, plan, rest)])
         _measure_all(request, rendezvous, plan, rest)
-    # Rank 0 may serve the store.
+    # Rank 0, which may serve the store, may have ended by now.
     with contextlib.suppress(RuntimeError):
         rendezvous.tell("end", True)
 
 
 def _firsts(hosts: Mapping[int, str]) -> list[int]:
-    """Give the first rank of each machine, which checks the machine."""
+    """Give the lowest rank of each machine, which checks the machine."""
+    # Later ranks come first, so that the lowest one of a host stays in the dict.
     return sorted({host: rank for rank, host in sorted(hosts.items(), reverse=True)}.values())
 
 
 def _lead(request: Request, rendezvous: Rendezvous) -> None:
+    """Do the part of rank 0."""
     facts: dict[int, RankFacts] = {0: _facts(read_launcher())} | rendezvous.hear_all(
         "facts", range(1, rendezvous.world_size), JOIN_SECONDS
     )
@@ -180,7 +197,7 @@ def _pairs_of(heard: Mapping[int, list[dict[str, Any]]]) -> list[Pair]:
 
 
 def _unique(pairs: Iterable[Pair]) -> list[Pair]:
-    """Join what both ranks have sent of each pair, maybe twice: an error counts first, and then the greatest speed."""
+    """Join what both ranks have said of each pair, perhaps twice: an error wins, and then the highest speed."""
     found: dict[tuple[str, tuple[int, int]], Pair] = {}
     for pair in pairs:
         key = pair.backend, pair.ranks

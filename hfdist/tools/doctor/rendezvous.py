@@ -1,6 +1,8 @@
-"""Ranks meet at a store, with a time limit, and leave JSON for each other there.
+"""The store at which the ranks of an examination meet, within a time limit, and leave JSON for each other.
 
-Not in the run's own process group: gloo's needs all links, and fails on all ranks when one is cut.
+    rank 1   tell("facts", ...)  -->  store on rank 0, or of the launcher  -->  hear("facts", 1)   rank 0
+
+They do not meet in one process group: gloo needs all links for it, and fails on all ranks if one link is cut.
 """
 
 from __future__ import annotations
@@ -39,6 +41,7 @@ class Rendezvous:
     def __init__(self, place: LauncherPlace) -> None:
         self.rank, self.world_size = place.rank, place.world_size
         host, port = os.environ.get("MASTER_ADDR", "localhost"), os.environ.get("MASTER_PORT", "29500")
+        # torchrun's agent may serve the store at this address already.
         serves = self.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != str(True)
         limit = timedelta(seconds=JOIN_SECONDS / 2)
         try:
@@ -51,11 +54,11 @@ class Rendezvous:
         self._store = dist.PrefixStore("doctor", store)  # type: ignore[attr-defined]  # as above
 
     def tell(self, name: str, value: object) -> None:
-        """Leave a value for the other ranks, as JSON."""
+        """Leave a value under a name for the other ranks, as JSON."""
         self._store.set(f"{name}/{self.rank}", json.dumps(value))
 
     def hear(self, name: str, rank: int, seconds: float) -> Any:
-        """Wait for the value that a rank leaves, and give it; None: there is none after `seconds`."""
+        """Wait for the value that a rank leaves under a name; give None if there is none after so many seconds."""
         key = f"{name}/{rank}"
         try:
             self._store.wait([key], timedelta(seconds=max(seconds, 0.001)))
@@ -64,19 +67,29 @@ class Rendezvous:
             return None
 
     def hear_all(self, name: str, ranks: Sequence[int], seconds: float) -> dict[int, Any]:
-        """Give the values of ranks by rank, within `seconds` for all of them together."""
+        """Wait for the values that several ranks leave under a name, and give those that have come, by rank.
+
+        `seconds` is the time limit for all of them together.
+        """
         deadline = time.monotonic() + seconds
         heard = {rank: self.hear(name, rank, deadline - time.monotonic()) for rank in ranks}
         return {rank: value for rank, value in heard.items() if value is not None}
 
     @contextmanager
     def group(self, name: str, backend: str, ranks: Sequence[int], seconds: float) -> Iterator[None]:
-        """Start a default process group of these ranks, and end it after the block."""
+        """Make a process group of these ranks the default one during the block.
+
+        Args:
+            name: a name that no other group has.
+            backend: `gloo` or `nccl`.
+            ranks: ranks of the group, this one among them.
+            seconds: time limit for its start, and for each call.
+        """
         limit = timedelta(seconds=seconds)
         store = dist.PrefixStore(name, self._store)  # type: ignore[attr-defined]  # as above
-        own = [*ranks].index(self.rank)
+        rank_in_group = list(ranks).index(self.rank)
         try:
-            dist.init_process_group(backend, store=store, rank=own, world_size=len(ranks), timeout=limit)
+            dist.init_process_group(backend, store=store, rank=rank_in_group, world_size=len(ranks), timeout=limit)
             yield
         finally:
             if dist.is_initialized():
@@ -84,9 +97,9 @@ class Rendezvous:
 
 
 def meet(place: LauncherPlace) -> Rendezvous:
-    """Join the other ranks; ResourceError: this rank does not reach them."""
+    """Join the other ranks at the store. ResourceError: this rank does not reach it."""
     if not os.environ.get(VARIABLE):
-        # As each run does, so that the links of a run are tried.
+        # Each run chooses it in this way: so the links of a run are tried.
         choose_gloo_interface()
     begun = time.monotonic()
     try:
@@ -99,9 +112,10 @@ def meet(place: LauncherPlace) -> Rendezvous:
 
 
 def _end_group(backend: str) -> None:
-    """End the default group; one of NCCL that has failed would wait for its other rank."""
+    """End the default group, whatever has failed in it; the next pair must be tried all the same."""
     with suppress(Exception):
         if backend == "nccl":
+            # A group of NCCL that has failed would wait for its other rank.
             group = dist.distributed_c10d._get_default_group()
             group._get_backend(torch.device("cuda")).abort()
     with suppress(Exception):

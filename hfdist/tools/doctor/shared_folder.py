@@ -1,4 +1,4 @@
-"""Whether all machines see one folder of runs: rank 0's machine leaves a file in it, and the others look."""
+"""The check whether all machines see one folder of runs: rank 0's machine leaves a file there, and the others look."""
 
 from __future__ import annotations
 
@@ -28,12 +28,19 @@ def marked(run_dir: Path) -> Iterator[str | None]:
 
 
 def check_same_folder(run_dir: Path, mark: str | None, host: str, first: str) -> list[Finding]:
-    """Check on the machine `host` whether it sees the file that `marked` keeps on the machine `first`."""
+    """Check whether this machine sees the file that rank 0's machine keeps in the folder of runs.
+
+    Args:
+        run_dir: the folder of runs.
+        mark: name of the file that `marked` keeps; None: it could not be written, and nothing is checked.
+        host: name of this machine.
+        first: name of rank 0's machine.
+    """
     if mark is None or host == first:
         return []
-    there = storage.existing_part(run_dir)
-    # Unlike Path.exists, it takes a disk that fails for one without the file.
-    sees = os.path.exists(there / mark)
-    text = f"{there} is {'the same folder as' if sees else 'not the folder of'} {first}"
+    folder = storage.existing_part(run_dir)
+    # Unlike Path.exists, this takes a disk that fails for a disk without the file.
+    sees = os.path.exists(folder / mark)
+    text = f"{folder} is {'the same folder as' if sees else 'not the folder of'} {first}"
     hint = "run.dir=FOLDER on a disk that all machines share: all ranks write into a checkpoint"
     return [Finding.of("shared folder", text, error=not sees, hint=hint)]

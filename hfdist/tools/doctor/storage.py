@@ -1,4 +1,4 @@
-"""Whether folders take a run's files, and whether the Hub answers. Loads no torch."""
+"""Checks of where a run's files come from and go to: folders that must take a save, and the Hub. Loads no torch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hfdist.tools.doctor.finding import Finding
 
 _GIB = 1 << 30
 _LEAST_FREE = 1 * _GIB
-"""Free bytes without which no run can be saved."""
+"""Least free bytes: with fewer, no run can be saved."""
 _ENOUGH_FREE = 20 * _GIB
 """Free bytes below which the checkpoints of a run may fill the disk."""
 _SLOW_SYNC_SECONDS = 1.0
@@ -26,7 +26,8 @@ _HUB_SECONDS = 5.0
 
 
 def check_folders(run_dir: Path) -> list[Finding]:
-    """Check the folder of runs and that of what is downloaded."""
+    """Check the folder of runs, and the folder of models and data from the Hub."""
+    # Imported here and below, as it is slow to import, and the Hub may not be asked.
     from huggingface_hub import constants
 
     return [
@@ -36,17 +37,17 @@ def check_folders(run_dir: Path) -> list[Finding]:
 
 
 def existing_part(folder: Path) -> Path:
-    """Give the folder, or the first one above it that is there."""
+    """Give a folder, or the first folder above it that exists."""
     path = expand_user(folder).absolute()
     return next(part for part in (path, *path.parents) if os.path.lexists(part))
 
 
 def _check_folder(check: str, folder: Path, hint: str) -> Finding:
-    """Check a folder by a save: write, fsync, rename, and fsync the folder."""
-    there = existing_part(folder)
+    """Check a folder by its free bytes and by a save."""
+    existing = existing_part(folder)
     try:
-        free = shutil.disk_usage(there).free
-        seconds = _save(there)
+        free = shutil.disk_usage(existing).free
+        seconds = _save(existing)
     except OSError as error:
         return Finding.of(check, f"{folder} cannot hold a save: {error.strerror}", error=True, hint=hint)
     text = f"{folder}: {free / _GIB:.1f} GiB free; written, synced and renamed in {1000 * seconds:.0f} ms"
@@ -58,9 +59,9 @@ def _check_folder(check: str, folder: Path, hint: str) -> Finding:
     return Finding.of(check, text)
 
 
-def _save(there: Path) -> float:
-    """Save some bytes in a folder as a checkpoint is saved, and give the seconds."""
-    with tempfile.TemporaryDirectory(prefix=".hfdist-doctor-", dir=there) as name:
+def _save(parent: Path) -> float:
+    """Save some bytes in a folder as a checkpoint is saved, and give the seconds: write, fsync, rename, fsync again."""
+    with tempfile.TemporaryDirectory(prefix=".hfdist-doctor-", dir=parent) as name:
         folder, content = Path(name), os.urandom(_PROBE_BYTES)
         begun = time.monotonic()
         with (folder / "unfinished").open("wb") as file:
@@ -79,7 +80,7 @@ def _save(there: Path) -> float:
 
 
 def check_hub() -> Finding:
-    """Ask the Hub who this is: its answer tells that it is reached, and whether it takes the token."""
+    """Check whether the Hub answers, and whether it takes the token, by asking whose token it is."""
     from huggingface_hub import constants, get_token
 
     check, has_token = "Hub", get_token() is not None
@@ -98,7 +99,7 @@ def check_hub() -> Finding:
 
 
 def _status_of_hub() -> int | str:
-    """Give the status of the Hub's answer, or why there is none."""
+    """Give the HTTP status of the Hub's answer, or in words why there is no answer."""
     from huggingface_hub import constants, get_session
     from huggingface_hub.utils import build_hf_headers  # type: ignore[attr-defined]  # its __all__ lacks it
 
@@ -109,6 +110,7 @@ def _status_of_hub() -> int | str:
         try:
             answers.append(get_session().get(url, headers=build_hf_headers(), timeout=_HUB_SECONDS).status_code)
         except Exception as error:
+            # Whatever the client raises: that is the finding.
             answers.append(printable(first_line(error), 200))
 
     # The time limit of the request does not hold for the search of the address, which may take a minute.

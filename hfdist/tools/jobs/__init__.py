@@ -1,1 +1,1 @@
-"""Job files for clusters, written from a run's config; and what runs beside a job on its machines. Loads no torch."""
+"""Job files for clusters, written from a run's config, and the programs that these files call. Loads no torch."""

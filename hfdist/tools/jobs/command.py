@@ -7,6 +7,7 @@ import shlex
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from hfdist.config.checks.offline import check_offline
 from hfdist.config.checks.preflight import check_run, plan_run
@@ -30,15 +31,26 @@ from hfdist.tools.jobs.skypilot import write_skypilot
 from hfdist.tools.jobs.slurm import write_slurm
 from hfdist.tools.jobs.slurm_array import write_slurm_array
 
-TARGETS: dict[str, tuple[str, Callable[[Job], JobFiles]]] = {
-    "slurm": ("sbatch", write_slurm),
-    "kubernetes": ("kubernetes.yaml", write_kubernetes),
-    "ray": ("ray.py", write_ray),
-    "skypilot": ("skypilot.yaml", write_skypilot),
-    "parallelcluster": ("sbatch", write_parallelcluster),
+
+class Target(NamedTuple):
+    """A kind of cluster for which a job file can be written."""
+
+    ending: str
+    """Ending of the file's name, without the dot."""
+    write: Callable[[Job], JobFiles]
+    """Function that makes the files of a job."""
+
+
+TARGETS = {
+    "slurm": Target("sbatch", write_slurm),
+    "kubernetes": Target("kubernetes.yaml", write_kubernetes),
+    "ray": Target("ray.py", write_ray),
+    "skypilot": Target("skypilot.yaml", write_skypilot),
+    "parallelcluster": Target("sbatch", write_parallelcluster),
 }
-"""Ending of the file of each target, and the function that writes it."""
-_OF_ARRAYS = "slurm"
+"""Targets by their names."""
+_ARRAY_TARGET = "slurm"
+"""The target that has arrays, in which machines share the files of a corpus."""
 _HELP = """\
 Write the job file of a run for a cluster. It submits nothing.
 
@@ -61,19 +73,22 @@ Exit codes: 0 written, 2 a mistake in the run's config, in the cluster, or in ho
 
 
 def parse_job(arguments: Sequence[str]) -> tuple[str, Job]:
-    """Read the command line, compose the run's config and the cluster, and check both; ConfigError: the first mistake.
+    """Read the command line, compose the run's config and the cluster, and check both.
 
     Returns:
-        The target, and the job.
+        The name of the target, and the job.
+
+    Raises:
+        ConfigError: the first mistake.
     """
     arguments = [f"to={argument}" if argument in TARGETS else argument for argument in arguments]
     line = read_line(arguments, GROUP, cluster_keys(), ("to", "cluster", "out"), others=SHARED)
     target = choose("to", line.own.get("to"), tuple(TARGETS))
     config = line.compose()
-    of_user = None if line.config_dir is None else expand_user(line.config_dir)
-    cluster = compose_cluster(line.own.get("cluster", "default"), line.of_group, of_user)
+    user_folder = None if line.config_dir is None else expand_user(line.config_dir)
+    cluster = compose_cluster(line.own.get("cluster", "default"), line.of_group, user_folder)
     if not cluster.same_files:
-        # What is composed has it written out, as it is here.
+        # The override, as the composed config has `~` written out already, by this machine's home.
         for override in line.overrides:
             if override.startswith("run.dir="):
                 refuse_home("run.dir", override.partition("=")[2].strip("'\""))
@@ -81,7 +96,7 @@ def parse_job(arguments: Sequence[str]) -> tuple[str, Job]:
         check_array(config, target, line.recipe, is_offline=line.is_offline)
     else:
         check_job(config, cluster, is_offline=line.is_offline)
-    out = line.own.get("out", f"{config.run.name}.{TARGETS[target][0]}")
+    out = line.own.get("out", f"{config.run.name}.{TARGETS[target].ending}")
     job = Job(
         recipe=line.recipe,
         arguments=line.recipe_arguments,
@@ -94,20 +109,24 @@ def parse_job(arguments: Sequence[str]) -> tuple[str, Job]:
 
 
 def write_job(target: str, job: Job) -> None:
-    """Write the files, and say how they are submitted; ConfigError: another file is in their place, or none can be."""
-    made = write_slurm_array(job) if job.recipe in SHARED else TARGETS[target][1](job)
+    """Write the files of a job, and print how they are submitted; or print the files themselves.
+
+    Raises:
+        ConfigError: another file is in the place of one, or none can be written there.
+    """
+    job_files = write_slurm_array(job) if job.recipe in SHARED else TARGETS[target].write(job)
     if job.path == STANDARD_OUTPUT:
-        sys.stdout.write("".join(file.text for file in made.files))
+        sys.stdout.write("".join(file.text for file in job_files.files))
         return
     try:
-        for file in made.files:
+        for file in job_files.files:
             _check_place(file.path)
-        made.write()
+        job_files.write()
     except OSError as error:
         what, where = "the file cannot be written", f"out ({COMMAND_LINE})"
         raise ConfigError(what, where=where, found=f"{error.filename}: {error.strerror}", hint="out=-") from error
-    sys.stdout.write("".join(f"written: {file.path}\n" for file in made.files))
-    sys.stdout.write("".join(f"to submit it: {line}\n" for line in made.submit))
+    sys.stdout.write("".join(f"written: {file.path}\n" for file in job_files.files))
+    sys.stdout.write("".join(f"to submit it: {line}\n" for line in job_files.submit))
 
 
 def _write(arguments: list[str]) -> None:
@@ -115,9 +134,9 @@ def _write(arguments: list[str]) -> None:
 
 
 def check_array(config: RunConfig, target: str, recipe: str, *, is_offline: bool) -> None:
-    """Check a job whose machines share the files of a corpus; ConfigError: the first mistake."""
-    if target != _OF_ARRAYS:
-        what, hint = f"machines that share the files of hfdist {recipe} are an array of SLURM", f"to={_OF_ARRAYS}"
+    """Check a job whose machines share the files of a corpus. ConfigError: the first mistake."""
+    if target != _ARRAY_TARGET:
+        what, hint = f"machines that share the files of hfdist {recipe} are an array of SLURM", f"to={_ARRAY_TARGET}"
         raise ConfigError(what, where=f"to ({COMMAND_LINE})", found=target, hint=hint)
     if config.data.shard != WHOLE:
         what, hint = "the job gives each machine a share of its own", f"data.shard={WHOLE} cluster.nodes=4"
@@ -127,20 +146,26 @@ def check_array(config: RunConfig, target: str, recipe: str, *, is_offline: bool
 
 
 def check_job(config: RunConfig, cluster: ClusterConfig, *, is_offline: bool) -> None:
-    """Check the run as its own processes will, for as many as there will be; ConfigError: the first mistake."""
-    asked = config.launch.processes
-    if asked not in (AUTO, "1", str(cluster.world_size)):
+    """Check a run as its own processes will, for the number of processes of the cluster.
+
+    Raises:
+        ConfigError: the first mistake.
+    """
+    processes = config.launch.processes
+    if processes not in (AUTO, "1", str(cluster.world_size)):
         what = "the job's launcher starts another number of processes"
-        found = f"{asked}, and {cluster.nodes} x {cluster.processes} of the cluster"
-        hint = f"launch.processes=1 leaves it to the launcher; or cluster.nodes=1 cluster.processes={asked}"
+        found = f"{processes}, and {cluster.nodes} x {cluster.processes} of the cluster"
+        hint = f"launch.processes=1 leaves it to the launcher; or cluster.nodes=1 cluster.processes={processes}"
         raise ConfigError(what, where="launch.processes", found=found, hint=hint)
     if is_offline:
         check_offline(config)
+    # Paths and packages are checked only if the machines have the files of this one.
+    check = check_run if cluster.same_files else plan_run
     try:
-        (check_run if cluster.same_files else plan_run)(config, world_size=cluster.world_size)
+        check(config, world_size=cluster.world_size)
     except ConfigError as error:
         if error.where in ("strategy", "strategy.data"):
-            # Its own hint says how processes are started by hand.
+            # The hint of the error says how processes are started by hand, which a job does by its cluster's keys.
             fewest = config.strategy.mesh.world_size
             layout = simple_layout(config.strategy, cluster.world_size)
             error.hint = f"cluster.nodes=1 cluster.processes={fewest}, or another layout, such as {layout}"
@@ -149,33 +174,39 @@ def check_job(config: RunConfig, cluster: ClusterConfig, *, is_offline: bool) ->
 
 
 def _check_grace(folder: RunFolder, cluster: ClusterConfig) -> None:
-    """Compare the time after a signal with what steps and saves of this run have taken, where it has begun before."""
-    longest = {
-        "step": _longest(folder.metrics, "step_seconds"),
-        "save": _longest(folder.events, "seconds", event="save"),
-    }
+    """Raise a ConfigError if a run that has begun before may need more time after a signal than the cluster gives.
+
+    It ends a step and saves in that time: the longest ones so far count.
+    """
+    step = _longest(folder.metrics, "step_seconds")
+    save = _longest(folder.events, "seconds", event="save")
     # Twice as long, as they may take longer this time, and a minute for the launcher and the scheduler.
-    needed = 60 * math.ceil(2 * sum(longest.values()) / 60 + 1)
-    if sum(longest.values()) > 0 and cluster.grace_seconds < needed:
+    needed = 60 * math.ceil(2 * (step + save) / 60 + 1)
+    has_begun = step + save > 0
+    if has_begun and cluster.grace_seconds < needed:
         what = "the run would be ended by force before it has saved"
-        took = f"a step took {longest['step']:.1f} s, a save {longest['save']:.1f} s"
-        found = f"{cluster.grace_seconds}; in {folder.path} {took}"
+        found = f"{cluster.grace_seconds}; in {folder.path} a step took {step:.1f} s, a save {save:.1f} s"
         hint = f"cluster.grace_seconds={needed}"
         raise ConfigError(what, where="cluster.grace_seconds", found=found, allowed=f">= {needed}", hint=hint)
 
 
 def _longest(path: Path, key: str, event: str | None = None) -> float:
+    """Give the largest value of a key in the lines of a file, or in its lines about an event; 0: there is none."""
     values = (line.get(key) for line in read_lines(path) if event is None or line.get("event") == event)
     return max((float(value) for value in values if isinstance(value, (int, float))), default=0.0)
 
 
-def _head_of(path: Path) -> str:
+def _is_job_file(path: Path) -> bool:
+    """Whether a file has the mark of `hfdist job` in its first lines."""
+    if not path.is_file():
+        return False
     with path.open("rb") as file:
-        return file.read(500).decode(errors="replace")
+        return MARK in file.read(500).decode(errors="replace")
 
 
 def _check_place(path: Path) -> None:
-    if path.exists() and not (path.is_file() and MARK in _head_of(path)):
+    """Raise a ConfigError if a file must not be replaced, or if its folder does not exist."""
+    if path.exists() and not _is_job_file(path):
         hint = f"out={path / 'job'}" if path.is_dir() else f"out={path.stem}-job{path.suffix}"
         what = "this is a folder" if path.is_dir() else "another file is there, which no `hfdist job` has written"
         raise ConfigError(what, where=f"out ({COMMAND_LINE})", found=str(path), hint=hint)

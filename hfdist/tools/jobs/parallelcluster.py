@@ -1,4 +1,4 @@
-"""AWS ParallelCluster: the file of a cluster that runs SLURM, and the batch script of the run for it."""
+"""The job files for AWS ParallelCluster: the file that makes a cluster with SLURM, and the run's batch script."""
 
 from __future__ import annotations
 
@@ -12,27 +12,35 @@ from hfdist.tools.jobs.manifest import to_documents
 from hfdist.tools.jobs.slurm import write_slurm
 
 _QUEUE = "train"
+"""Name of the cluster's queue, unless `cluster.slurm.partition` has another one."""
 SHARED = "/shared"
-"""Where all machines see the file system."""
+"""Folder in which all machines of the cluster see the shared file system."""
 
 
 def write_parallelcluster(job: Job) -> JobFiles:
-    """Give the batch script and the file of the cluster; ConfigError: a key that the cluster needs is null."""
+    """Give the batch script and the file of the cluster, with the commands that submit both.
+
+    Raises:
+        ConfigError: a key that the file of the cluster needs is null.
+    """
     for name in ("region", "subnet", "key_name", "instance"):
         if getattr(job.cluster.aws, name) is None:
             key = f"cluster.aws.{name}"
             raise ConfigError("the file of the cluster needs this key", where=key, found="null", hint=f"{key}=...")
-    slurm = dataclasses.replace(job.cluster.slurm, partition=job.cluster.slurm.partition or _QUEUE)
+    # SLURM's partition is the queue of the cluster's file, so that both files have one name for it.
+    queue = job.cluster.slurm.partition or _QUEUE
+    slurm = dataclasses.replace(job.cluster.slurm, partition=queue)
     cluster = dataclasses.replace(job.cluster, slurm=slurm)
     script = write_slurm(dataclasses.replace(job, cluster=cluster).starting_in(SHARED))
     path = job.path.with_name(f"{job.path.stem}.cluster.yaml")
     create = f"pcluster create-cluster --cluster-name {job.name} --cluster-configuration {shlex.quote(str(path))}"
-    text = job.head(create) + to_documents(_cluster(cluster.aws, cluster.nodes, slurm.partition or _QUEUE))
+    text = job.head(create) + to_documents(_describe_cluster(cluster.aws, cluster.nodes, queue))
     files = [*script.files, JobFile(path=path, text=text)]
     return JobFiles(files=files, submit=[create, *(f"{line}   # on the head node" for line in script.submit)])
 
 
-def _cluster(aws: AwsSection, nodes: int, queue: str) -> dict[str, object]:
+def _describe_cluster(aws: AwsSection, nodes: int, queue: str) -> dict[str, object]:
+    """Give the content of the cluster's file; `to_documents` leaves out what is None."""
     machines = {
         "Name": "nodes",
         "Instances": [{"InstanceType": aws.instance}],
@@ -68,7 +76,7 @@ def _cluster(aws: AwsSection, nodes: int, queue: str) -> dict[str, object]:
                 "FsxLustreSettings": {
                     "StorageCapacity": aws.shared_gib,
                     "DeploymentType": "SCRATCH_2",
-                    # By default the disk goes with the cluster, and all checkpoints with it.
+                    # By default a cluster that is deleted takes the disk with it, and so all checkpoints.
                     "DeletionPolicy": "Retain",
                 },
             }

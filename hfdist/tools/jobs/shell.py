@@ -1,6 +1,6 @@
-"""The part of a job that runs on each machine, as shell: interface, environment, and torchrun with the run's command.
+"""The shell text of a job for each machine: environment, network interface, and torchrun with the run's command.
 
-All values but the user's own set-up lines are quoted, so that none of them is anything but a value.
+All values are quoted, so that none is anything but a value; only the user's own set-up lines stand as they are.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from hfdist.tools.jobs.job import Job
 
 
 def setup_lines(job: Job) -> str:
-    """The folder, the user's own lines, and the variables of the job."""
+    """Give the lines that enter the run's folder, set the machine up, and export the job's variables."""
     cluster = job.cluster
     variables = {
         "PYTHONUNBUFFERED": "1",
@@ -21,31 +21,32 @@ def setup_lines(job: Job) -> str:
     }
     if cluster.cpus is not None:
         variables["OMP_NUM_THREADS"] = str(cluster.cpus)
-    lines = [f"cd {shlex.quote(job.folder)} || exit 1"] if job.folder is not None else []
-    # A site's own files may ask for variables that are not set.
-    lines += ["set +u", *cluster.setup, "set -u"] if cluster.setup else []
+    lines = []
+    if job.folder is not None:
+        lines.append(f"cd {shlex.quote(job.folder)} || exit 1")
+    if cluster.setup:
+        # A site's own files may ask for variables that are not set.
+        lines += ["set +u", *cluster.setup, "set -u"]
     lines += [f"export {name}={shlex.quote(value)}" for name, value in (variables | cluster.environment).items()]
     return "".join(f"{line}\n" for line in lines)
 
 
 def node_function(job: Job) -> str:
-    """The function `start_ranks FIRST PEER RANK NODES PORT ID`. Its process becomes torchrun, so that signals reach it.
+    """Give the function `start_ranks FIRST PEER RANK NODES PORT ID` of shell, whose process becomes torchrun.
 
-    FIRST is the name of the first machine, which hosts the rendezvous; PEER that of any other one, by whose route the
-    interface is found; RANK this machine's number.
+    So signals reach torchrun. FIRST is the name of the first machine, which hosts the rendezvous; PEER is the name of
+    any other machine, by the route to which the network interface is found; RANK is the number of this machine.
     """
     cluster, python = job.cluster, shlex.quote(job.cluster.python)
-    rendezvous = ",".join(
-        f"{name}={value}"
-        for name, value in {
-            # Its name need not be the one that the machine gives itself.
-            "is_host": "$is_host",
-            "join_timeout": cluster.join_seconds,
-            "read_timeout": cluster.join_seconds,
-            "last_call_timeout": 5,
-        }.items()
-    )
-    asked = "" if cluster.interface is None else f" {shlex.quote(cluster.interface)}"
+    settings = {
+        # Said, and not left to torchrun, which compares names: FIRST need not be the machine's name for itself.
+        "is_host": "$is_host",
+        "join_timeout": cluster.join_seconds,
+        "read_timeout": cluster.join_seconds,
+        "last_call_timeout": 5,
+    }
+    rendezvous = ",".join(f"{name}={value}" for name, value in settings.items())
+    interface = "" if cluster.interface is None else f" {shlex.quote(cluster.interface)}"
     command = [
         f"exec {python} -P -m torch.distributed.run",
         f'--nnodes="$nodes" --nproc-per-node={cluster.processes} --max-restarts=0',
@@ -57,13 +58,14 @@ def node_function(job: Job) -> str:
         'local first="$1" peer="$2" rank="$3" nodes="$4" port="$5" id="$6" is_host=0 route interface address',
         '[ "$rank" -eq 0 ] && is_host=1',
         "# Where a machine's own name leads to loopback, gloo and NCCL would not find the others.",
-        f'route=$({python} -P -m hfdist.launch.address "$peer"{asked}) || return 1',
+        f'route=$({python} -P -m hfdist.launch.address "$peer"{interface}) || return 1',
         'read -r interface address <<<"$route"',
         'export GLOO_SOCKET_IFNAME="$interface" NCCL_SOCKET_IFNAME="=$interface"',
     ]
-    # Not given to `indent`: a quoted value may hold line breaks.
-    last = " \\\n        ".join(command)
-    return "start_ranks() {\n" + textwrap.indent("\n".join(body), "    ") + f"\n    {last}\n}}\n"
+    indented = textwrap.indent("\n".join(body), "    ")
+    # The command is not given to `indent`: a quoted value may have line breaks, which must stay as they are.
+    command_lines = " \\\n        ".join(command)
+    return f"start_ranks() {{\n{indented}\n    {command_lines}\n}}\n"
 
 
 _ONE_MACHINE = """\
@@ -93,9 +95,10 @@ PORT = 29400
 
 
 def machine_script(job: Job) -> str:
-    """The script of one machine, which ends with `code` and `next` (`again` or `end`) set to the verdict.
+    """Give the script of one machine, which starts its ranks and waits for them.
 
-    FIRST, PEER, NODE_RANK and ID are to be set before it (see `node_function`), and PORT may be.
+    Before it, FIRST, PEER, NODE_RANK and ID must be set: the first machine, any other one, the number of this machine,
+    and a name of this start; PORT may be. After it, `code` is the run's exit code, and `next` is `again` or `end`.
     """
     return _ONE_MACHINE.format(
         setup=setup_lines(job),

@@ -1,4 +1,4 @@
-"""SkyPilot: a task for `sky jobs launch`, started again after exit code 75 or when its machines are taken away."""
+"""The job file for SkyPilot: a task for `sky jobs launch`, which starts again after exit code 75 or lost machines."""
 
 from __future__ import annotations
 
@@ -19,11 +19,15 @@ exit "$code"
 
 
 def write_skypilot(job: Job) -> JobFiles:
-    """Give the task; ConfigError: the run's folder would go with the machines, or they lack hfdist, or GPUs."""
+    """Give the task and the command that submits it.
+
+    Raises:
+        ConfigError: the run's folder would be lost with the machines, or they would have no hfdist, or no GPUs.
+    """
     _check(job)
     options = job.cluster.skypilot
-    started = job.starting_in(options.mount)
-    cluster = started.cluster
+    job = job.starting_in(options.mount)
+    cluster = job.cluster
     submit = f"sky jobs launch {job.shell_path}"
     accelerators = f"{options.accelerator}:{cluster.processes}" if options.accelerator is not None else None
     resources: dict[str, object] = {
@@ -33,7 +37,7 @@ def write_skypilot(job: Job) -> JobFiles:
         "memory": None if cluster.memory_gib is None else f"{cluster.memory_gib}+",
         "image_id": None if cluster.image is None else f"docker:{cluster.image}",
         "use_spot": options.spot,
-        # A restart after this exit code does not count as one on an error.
+        # A restart after exit code 75 does not count as a restart on an error, of which there are none.
         "job_recovery": {"max_restarts_on_errors": 0, "recover_on_exit_codes": [AGAIN]},
     }
     task = {
@@ -42,13 +46,14 @@ def write_skypilot(job: Job) -> JobFiles:
         "resources": resources,
         "volumes": None if options.volume is None else {options.mount: options.volume},
         "setup": "".join(f"{line}\n" for line in options.install) or None,
-        "run": _SCRIPT.format(machine_script=machine_script(started), again=AGAIN),
+        "run": _SCRIPT.format(machine_script=machine_script(job), again=AGAIN),
     }
     text = job.head(submit) + to_documents(task)
     return JobFiles(files=[JobFile(path=job.path, text=text)], submit=[submit])
 
 
 def _check(job: Job) -> None:
+    """Raise a ConfigError on machines on which the run could not start, or would not find its folder again."""
     options = job.cluster.skypilot
     if options.volume is None and job.cluster.folder is None:
         what = "the run's folder must be on a disk that all machines see, and those that come after them"

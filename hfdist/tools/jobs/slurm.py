@@ -1,4 +1,4 @@
-"""A batch script for SLURM: torchrun on each machine, and the job requeued by what the run's record says."""
+"""The job file for SLURM: a batch script that starts torchrun on each machine, and requeues a run that can go on."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from hfdist.tools.jobs.job import Job, JobFile, JobFiles
 from hfdist.tools.jobs.shell import node_function, setup_lines
 
 _FIRST_PORT, _NUM_PORTS = 20000, 10000
-"""Ports of the rendezvous, one of which a job takes: they lie below those that systems give out by themselves."""
+"""Range of the port at which a job's ranks meet; it lies below the ports that systems give out by themselves."""
 
 _SCRIPT = """\
 #!/bin/bash
@@ -56,33 +56,34 @@ fi
 
 
 def write_slurm(job: Job, *, requeues: bool = True) -> JobFiles:
-    """Give the batch script.
+    """Give the batch script and the command that submits it.
 
     Args:
-        job: what it starts.
-        requeues: whether a run that can go on is started again by its job, or by SLURM where that has ended the job.
+        job: the run and its machines.
+        requeues: whether a run that can go on is started again: by its job, or by SLURM if SLURM has ended the job.
     """
     submit = f"sbatch {job.shell_path}"
     cluster = job.cluster
     setup, python = setup_lines(job), shlex.quote(cluster.python)
-    container, in_container, verdict = "", "", python
-    if cluster.image is not None:
-        container = container_words(job)
-        # The image has hfdist, the machine need not: all that needs it is done there.
-        verdict = f"srun --nodes=1 --ntasks=1 {container}{python}"
-        # The set-up is not indented, as its texts may have several lines.
-        setup, in_container = "", f"{setup}    "
+    container = container_words(job)
+    if cluster.image is None:
+        setup_of_script, setup_of_node, python_of_verdict = setup, "", python
+    else:
+        # The image has hfdist, the machine need not: all that needs it is done in a container. The set-up is not
+        # indented there, as its texts may have several lines.
+        setup_of_script, setup_of_node = "", f"{setup}    "
+        python_of_verdict = f"srun --nodes=1 --ntasks=1 {container}{python}"
     text = _SCRIPT.format(
         head=job.head(submit),
         directives="".join(f"#SBATCH {line}\n" for line in _directives(job, requeues)),
-        setup=setup,
+        setup=setup_of_script,
         node_function=node_function(job),
-        # A step in a container begins in the image's own folder.
+        # An absolute path, as a step in a container begins in the image's own folder.
         run_dir=shlex.quote(os.path.join(job.folder or "", job.config.run.dir)),
         first_port=_FIRST_PORT,
         num_ports=_NUM_PORTS,
-        verdict=verdict,
-        in_container=in_container,
+        verdict=python_of_verdict,
+        in_container=setup_of_node,
         container=container,
         cpus=cpus_words(job),
         wait=cluster.grace_seconds,
@@ -93,39 +94,45 @@ def write_slurm(job: Job, *, requeues: bool = True) -> JobFiles:
 
 
 def cpus_words(job: Job) -> str:
-    """Give the option of srun for the CPUs, with a space after it: it does not take it over from the job."""
+    """Give the option of srun for the CPUs of a machine, with a space after it; empty: `cluster.cpus` is null."""
+    # A step does not take the option over from its job.
     cluster = job.cluster
     return "" if cluster.cpus is None else f"--cpus-per-task={cluster.cpus * cluster.processes} "
 
 
 def container_words(job: Job) -> str:
-    """Give the options of srun for the image, with a space after them; an empty text without one."""
+    """Give the options of srun for the image, with a space after them; empty: jobs run in no image."""
     image, mounts = job.cluster.image, job.cluster.slurm.mounts
     if image is None:
         return ""
-    words = [f"--container-image={image}", *([f"--container-mounts={','.join(mounts)}"] if mounts else [])]
+    words = [f"--container-image={image}"]
+    if mounts:
+        words.append(f"--container-mounts={','.join(mounts)}")
     return f"{shlex.join(words)} "
 
 
 def _directives(job: Job, requeues: bool) -> list[str]:
+    """Give all options of sbatch, which the head of the script has as comments."""
     cluster = job.cluster
-    return [
+    lines = [
         f"--job-name={job.name}",
         f"--output={job.name}-%j.out",
-        "--open-mode=append",  # a start after a requeue writes after the last one
+        "--open-mode=append",  # A start after a requeue must not write over what the last one has printed.
         f"--nodes={cluster.nodes}",
         "--ntasks-per-node=1",
-        # Where SLURM itself ends the job: a lost machine, a job of higher priority.
-        *(["--requeue"] if requeues else []),
-        # The signal goes to the processes of srun, which save, and not to this script.
-        f"--signal=TERM@{cluster.grace_seconds}",
-        *directives_of(job),
     ]
+    if requeues:
+        # For an end by SLURM itself: after a lost machine, or for a job of higher priority.
+        lines.append("--requeue")
+    # The signal goes to the processes of srun, which save, and not to this script.
+    lines.append(f"--signal=TERM@{cluster.grace_seconds}")
+    return [*lines, *directives_of(job)]
 
 
 def directives_of(job: Job) -> list[str]:
-    """Give the options of sbatch that say what each machine must have, and what the user adds."""
-    cluster, slurm, lines = job.cluster, job.cluster.slurm, list[str]()
+    """Give the options of sbatch that say what each machine must have, and those that the user adds."""
+    cluster, slurm = job.cluster, job.cluster.slurm
+    lines = []
     if cluster.hours is not None:
         lines.append(f"--time={_duration(cluster.hours)}")
     if cluster.gpus:
@@ -142,6 +149,7 @@ def directives_of(job: Job) -> list[str]:
 
 
 def _duration(hours: float) -> str:
-    """Write a time as SLURM has it: days-hours:minutes:seconds."""
-    minutes = math.ceil(hours * 60)
-    return f"{minutes // 1440}-{minutes // 60 % 24:02}:{minutes % 60:02}:00"
+    """Write a time as SLURM reads it, `days-hours:minutes:seconds`, in whole minutes."""
+    whole_hours, minutes = divmod(math.ceil(hours * 60), 60)
+    days, whole_hours = divmod(whole_hours, 24)
+    return f"{days}-{whole_hours:02}:{minutes:02}:00"

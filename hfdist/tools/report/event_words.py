@@ -1,4 +1,4 @@
-"""The events of a run in words, and a table of them."""
+"""How each kind of event is shown, as words, a letter and a row, and the table of a run's events in words."""
 
 from __future__ import annotations
 
@@ -11,34 +11,36 @@ from hfdist.tools.report.text import escaped, instant, number
 from hfdist.units import duration, size
 
 _MOST_OPEN, _MOST_ROWS = 12, 60
-"""Most rows of the table of events: those that are seen at once, and all."""
+"""Most rows of the table that are seen at once, and most rows of the table."""
 
 
 class EventStyle(NamedTuple):
     """How a kind of event is shown."""
 
     letter: str | None
-    """Letter of its mark in the curves; None: it has no mark."""
+    """Letter of such an event's mark in the curves; None: such events have no mark."""
     name: str
-    """Name of its row in the time line."""
+    """Name of the kind's row in the time line."""
     is_bad: bool
     """Whether something went wrong."""
     words: Callable[[Mapping[str, object]], str]
-    """Describes an event."""
+    """Function that gives an event in words, of unknown origin."""
 
 
 def _step(event: Mapping[str, object], key: str = "step") -> str:
-    found = number(event.get(key))
-    return "?" if found is None else f"{found:,.0f}"
+    """Write the step that an event has under a key."""
+    step = number(event.get(key))
+    return "?" if step is None else f"{step:,.0f}"
 
 
 def _saved(event: Mapping[str, object]) -> str:
-    parts = [f"saved step {_step(event)}"]
+    details = []
     if (num_bytes := number(event.get("bytes"))) is not None:
-        parts.append(size(num_bytes))
+        details.append(size(num_bytes))
     if (seconds := number(event.get("seconds"))) is not None:
-        parts.append(f"in {duration(seconds)}")
-    return " ".join([parts[0] + ":", *parts[1:]]) if parts[1:] else parts[0]
+        details.append(f"in {duration(seconds)}")
+    saved = f"saved step {_step(event)}"
+    return f"{saved}: {' '.join(details)}" if details else saved
 
 
 def _uploaded(event: Mapping[str, object]) -> str:
@@ -48,9 +50,10 @@ def _uploaded(event: Mapping[str, object]) -> str:
 
 
 def _resumed(event: Mapping[str, object]) -> str:
-    changes = event.get("changes")
-    text = f"went on from {event.get('checkpoint', 'a checkpoint')}"
-    return text + (f"; changed: {', '.join(map(str, changes))}" if isinstance(changes, list) and changes else "")
+    text, changes = f"went on from {event.get('checkpoint', 'a checkpoint')}", event.get("changes")
+    if isinstance(changes, list) and changes:
+        text += f"; changed: {', '.join(map(str, changes))}"
+    return text
 
 
 def _ended(event: Mapping[str, object]) -> str:
@@ -95,32 +98,34 @@ _BY_NAME = {event.value: style for event, style in _STYLES.items()}
 
 
 def describe_layout(layout: Mapping[str, object]) -> str:
-    """Give the degrees of the axes that are used, and the sharding."""
-    # Without sharding, its axis only replicates.
-    names = {"shard": "data"} if layout.get("sharding") == "none" else {}
-    degrees = [f"{names.get(axis, axis)} {degree}" for axis, degree in layout.items() if _is_used(degree)]
-    sharding = [f"sharding {layout['sharding']}"] if layout.get("sharding") else []
-    return ", ".join([*(degrees or ["one rank"]), *sharding])
-
-
-def _is_used(degree: object) -> bool:
-    return isinstance(degree, int) and degree != 1
+    """Give a layout in words: the degrees of the axes that have more than one rank, and the sharding."""
+    sharding, parts = layout.get("sharding"), []
+    for axis, degree in layout.items():
+        if isinstance(degree, int) and degree != 1:
+            # Without sharding, the ranks of its axis are copies that share the data.
+            name = "data" if axis == "shard" and sharding == "none" else axis
+            parts.append(f"{name} {degree}")
+    if not parts:
+        parts.append("one rank")
+    if sharding:
+        parts.append(f"sharding {sharding}")
+    return ", ".join(parts)
 
 
 def style_of(event: Mapping[str, object]) -> EventStyle:
-    """Find how an event is shown; an event of a later hfdist is shown by its name."""
+    """Give how an event is shown; an event of a later hfdist, whose kind is not known, is shown by its name."""
     name = str(event.get("event"))
     return _BY_NAME.get(name) or EventStyle(None, name, False, lambda e: f"{name}, step {_step(e)}")
 
 
 def is_bad(event: Mapping[str, object]) -> bool:
-    """Whether something went wrong."""
+    """Whether an event says that something went wrong."""
     ended_badly = event.get("state") in (State.failed.value, State.lost.value)
     return style_of(event).is_bad or (is_of(event, Event.end) and ended_badly)
 
 
 def events_of(run: RunFiles, kind: Event) -> list[Mapping[str, object]]:
-    """Give the events of a kind."""
+    """Give the events of one kind that a run has had, in their order."""
     return [event for event in run.events if is_of(event, kind)]
 
 
@@ -130,15 +135,22 @@ def is_of(event: Mapping[str, object], *kinds: Event) -> bool:
 
 
 def table(run: RunFiles) -> str:
-    """Give the events in words, the newest first, without saves, which have a table of their own, and their uploads."""
+    """Give a table as HTML of the events in words, the newest first, without saves and their uploads.
+
+    Saves have a table of their own.
+    """
     events = [event for event in reversed(run.events) if not is_of(event, Event.save, Event.mirror)]
-    left_out = f"<p>{len(events) - _MOST_ROWS:,} earlier ones are in events.jsonl.</p>" if events[_MOST_ROWS:] else ""
-    more = _rows(events[_MOST_OPEN:_MOST_ROWS])
-    folded = f'<details id="events-more"><summary>earlier events</summary>{more}{left_out}</details>' if more else ""
-    return _rows(events[:_MOST_OPEN]) + folded
+    newest, earlier = _rows(events[:_MOST_OPEN]), _rows(events[_MOST_OPEN:_MOST_ROWS])
+    if not earlier:
+        return newest
+    num_left_out = len(events) - _MOST_ROWS
+    left_out = f"<p>{num_left_out:,} earlier ones are in events.jsonl.</p>" if num_left_out > 0 else ""
+    return f'{newest}<details id="events-more"><summary>earlier events</summary>{earlier}{left_out}</details>'
 
 
 def _rows(events: Sequence[Mapping[str, object]]) -> str:
+    if not events:
+        return ""
     lines = []
     for event in events:
         when = instant(event.get("time"))
@@ -147,4 +159,4 @@ def _rows(events: Sequence[Mapping[str, object]]) -> str:
         words = escaped(style_of(event).words(event), 500)
         lines.append(f"<tr{bad}><td>{shown}</td><td>{escaped(event.get('start', ''), 12)}</td><td>{words}</td></tr>")
     head = "<tr><th>time (UTC)</th><th>start</th><th>what</th></tr>"
-    return f'<table class="words events"><thead>{head}</thead><tbody>{"".join(lines)}</tbody></table>' if lines else ""
+    return f'<table class="words events"><thead>{head}</thead><tbody>{"".join(lines)}</tbody></table>'

@@ -1,8 +1,8 @@
-"""Charts of the figures of preferences and rewards: training beside held out, several runs over each other."""
+"""Charts of what is measured of preferences and rewards: a chart a figure, with training and held-out curves."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -15,11 +15,13 @@ _MOST_CHARTS = 20
 
 
 class FigureStyle(NamedTuple):
-    """How a figure is shown; a share lies between 0 and 1."""
+    """How a figure is shown."""
 
     title: str
     unit: str = ""
+    """Unit of the figure, or what is counted, in words."""
     is_share: bool = False
+    """Whether the figure lies between 0 and 1, and is shown in percent."""
 
 
 _STYLES = {
@@ -42,48 +44,65 @@ _STYLES = {
 
 
 def task_charts(runs: Sequence[RunFiles]) -> list[str]:
-    """Give a chart of each figure by step that some run has; the sum of rewards is in `loss_charts`."""
-    keys = list(dict.fromkeys(key for run in runs for key in (*run.metrics.figures, *run.metrics.held_out_figures)))
+    """Give a chart as HTML of each figure that some run has, over the steps, but for the sum of rewards.
+
+    That sum is what runs of reinforcement learning learn by: it has the large chart in the place of the loss.
+    """
+    keys: dict[str, None] = {}  # A set that keeps its order.
+    for run in runs:
+        keys |= dict.fromkeys((*run.metrics.figures, *run.metrics.held_out_figures))
     known = [key for key in TASK_FIGURES if key in keys and key != "reward"]
-    own = [key for key in keys if key not in TASK_FIGURES]
-    charts = [_policy_loss(runs), *(_figure_chart(runs, key) for key in (known + own)[:_MOST_CHARTS])]
-    return list(filter(None, charts))
+    # The rewards of a user, each by its name.
+    others = [key for key in keys if key not in TASK_FIGURES]
+    charts = [_policy_loss(runs), *(_figure_chart(runs, key) for key in (known + others)[:_MOST_CHARTS])]
+    return [chart for chart in charts if chart]
 
 
 def learning_curves(
     runs: Sequence[RunFiles], training: Sequence[list[Point]], held_out: Sequence[list[Point]]
 ) -> list[Curve]:
-    """Give both curves of each run in its colour; a run that is alone has two colours."""
-    return [
-        curve
-        for number, run in enumerate(runs)
-        for curve in _curves_of(runs, number, training[number], held_out[number])
-    ]
+    """Give the training curve and the held-out curve of each run; curves without a value are left out.
 
+    Several runs have a colour each, for both curves. One run alone has a colour for each curve.
 
-def _curves_of(runs: Sequence[RunFiles], number: int, training: list[Point], held_out: list[Point]) -> Iterator[Curve]:
-    is_alone, name = len(runs) == 1, runs[number].name
-    if any(y is not None for _, y in training):
-        yield Curve("training" if is_alone else name, training, colour(number))
-    if any(y is not None for _, y in held_out):
-        label, own = ("held out", "c1") if is_alone else (f"{name}, held out", colour(number))
-        yield Curve(label, held_out, own, is_dotted=True)
+    Args:
+        runs: the runs of the page.
+        training: points of each run.
+        held_out: points of each run.
+    """
+    curves = []
+    for number, run in enumerate(runs):
+        if len(runs) == 1:
+            both = (
+                Curve("training", training[number], colour(0)),
+                Curve("held out", held_out[number], colour(1), is_dotted=True),
+            )
+        else:
+            both = (
+                Curve(run.name, training[number], colour(number)),
+                Curve(f"{run.name}, held out", held_out[number], colour(number), is_dotted=True),
+            )
+        curves += [curve for curve in both if any(y is not None for _, y in curve.points)]
+    return curves
 
 
 def _figure_chart(runs: Sequence[RunFiles], key: str) -> str:
-    style = _STYLES.get(key) or FigureStyle(f"Reward {key.partition('/')[2]}", "mean of answers")
+    style = _STYLES.get(key) or FigureStyle(f"Reward {key.removeprefix('rewards/')}", "mean of answers")
     curves = learning_curves(
         runs,
         [run.metrics.figures.get(key, []) for run in runs],
         [run.metrics.held_out_figures.get(key, []) for run in runs],
     )
     chart = Chart(title=style.title, unit=style.unit, curves=curves)
-    return draw(replace(chart, form="share", from_zero=True) if style.is_share else chart)
+    if style.is_share:
+        chart = replace(chart, form="share", from_zero=True)
+    return draw(chart)
 
 
 def _policy_loss(runs: Sequence[RunFiles]) -> str:
-    """Draw the policy's loss, which is near 0 whatever the model can do, and no measure of it."""
+    """Draw the loss of runs of reinforcement learning: it stays near 0, and does not measure what the model can do."""
     points = [run.metrics.curve(LOSS) if run.task.traits.is_reinforcement else [] for run in runs]
     units = {run.task.traits.loss_unit for run in runs if run.task.traits.is_reinforcement}
     unit = units.pop() if len(units) == 1 else ""
-    return draw(Chart(title="Policy loss", unit=unit, curves=learning_curves(runs, points, [[] for _ in runs])))
+    curves = learning_curves(runs, points, [[] for _ in runs])
+    return draw(Chart(title="Policy loss", unit=unit, curves=curves))

@@ -1,7 +1,7 @@
-"""The page: parts with names, style and script inside one file that asks nobody for anything.
+"""The page as one file of HTML: its parts, and its style and script inside, so that a browser loads nothing else.
 
-Its policy lets the browser load nothing and run only the one script, by its hash: a text of a run that escapes its
-place cannot run.
+A policy in the page allows only this script, by its hash. A text of a run is never executed, even one that a mistake
+lets through unescaped.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from datetime import UTC, datetime
 from functools import cache
 from itertools import accumulate
 from pathlib import Path
+from typing import NamedTuple
 
 from hfdist.tools.report import compare, curves, figures, plan, rollouts, run_head, sections, sweep
 from hfdist.tools.report.drawing.chart import colour
@@ -35,12 +36,22 @@ _PARTS: dict[str, Callable[[RunFiles], str]] = {
 """Parts about one run by their ids, in the order of the page."""
 _MOST_BYTES = 260_000
 """Most bytes of all parts together, so that the page with style and script stays below 300 KB."""
-_MAY_BE_LEFT_OUT = {
-    "pipeline": ("Pipeline", "The recorded step", "timeline.json"),
-    "rollouts": ("Answers and their rewards", "Answers", "rollouts.jsonl"),
-    "samples": ("Samples", "Samples", "samples.jsonl"),
+
+
+class _LargePart(NamedTuple):
+    """A part that may be too large for the page, and the file of the run that has all of it."""
+
+    title: str
+    content: str
+    file: str
+
+
+_LARGE_PARTS = {
+    "pipeline": _LargePart("Pipeline", "The recorded step", "timeline.json"),
+    "rollouts": _LargePart("Answers and their rewards", "Answers", "rollouts.jsonl"),
+    "samples": _LargePart("Samples", "Samples", "samples.jsonl"),
 }
-"""Parts of a page of one run that may be left out, in this order, by their ids: title, content and file."""
+"""Parts of a page of one run by their ids, in the order in which they are left out until the page is small enough."""
 _MARKS = (
     "<footer>Marks in the curves: R a resume, S a skipped step, B a rollback, A an alert, L a lost rank, $ a budget "
     "that is used up, E an end that is no good one. Of many points, the lowest and the highest of each stretch are "
@@ -56,35 +67,32 @@ def parts(runs: Sequence[RunFiles], sweeps: Sequence[Path] = ()) -> dict[str, st
         sweeps: folders of the sweeps whose trials these runs are.
     """
     several = len(runs) > 1
-    of_sweeps = {f"sweep-{place}": sweep.sweep(folder) for place, folder in enumerate(sweeps)}
+    html_of = {f"sweep-{place}": sweep.sweep(folder) for place, folder in enumerate(sweeps)}
     heads = (run_head.head(run, colour=colour(number) if several else "") for number, run in enumerate(runs))
-    found = (
-        of_sweeps
-        | {
-            "heads": "".join(heads),
-            "differences": compare.differences(runs) if several else "",
-            "losses": _grid("large", curves.loss_charts(runs)),
-            "curves": curves.small_charts(runs),
-            "marks": curves.texts_of_marks(runs),
-        }
-        | ({"answers": rollouts.side_by_side(runs)} if several else {})
-    )
-    room = _MOST_BYTES - _num_bytes(found)
-    shown, num_left_out = _fitting(figures.task_charts(runs), room)
-    left_out = count(num_left_out, "more chart")
-    note = f"A page of fewer runs has {left_out}." if several else f"metrics.jsonl has the figures of {left_out}."
-    found["curves"] = _grid("small", shown + (f"<p>{note}</p>" if num_left_out else "") + found["curves"])
-    for number, run in enumerate(runs):
-        if several:
-            found[f"run-{number}"] = _folded(run, number)
-        else:
-            found |= {name: part(run) for name, part in _PARTS.items()}
-    _shorten(found, (_notes_of_runs(runs) if several else _notes_of_parts()) | _notes_of_sweeps(sweeps))
-    return found
+    html_of |= {
+        "heads": "".join(heads),
+        "differences": compare.differences(runs) if several else "",
+        "losses": _grid("large", curves.loss_charts(runs)),
+        "curves": curves.small_charts(runs),
+        "marks": curves.texts_of_marks(runs),
+    }
+    if several:
+        html_of["answers"] = rollouts.side_by_side(runs)
+    # The charts of preferences and rewards, of which there may be many, get the room that is left by now.
+    task_charts = _task_charts(runs, _MOST_BYTES - _num_bytes(html_of))
+    html_of["curves"] = _grid("small", task_charts + html_of["curves"])
+    if several:
+        html_of |= {f"run-{number}": _folded(run, number) for number, run in enumerate(runs)}
+        notes = _notes_of_runs(runs)
+    else:
+        html_of |= {name: part(run) for run in runs for name, part in _PARTS.items()}
+        notes = _notes_of_parts()
+    _shorten(html_of, notes | _notes_of_sweeps(sweeps))
+    return html_of
 
 
 def page(runs: Sequence[RunFiles], html_of: dict[str, str], *, events: str | None = None) -> str:
-    """Give the whole page.
+    """Give the whole page as HTML.
 
     Args:
         runs: the runs that the page is about.
@@ -114,22 +122,28 @@ def page(runs: Sequence[RunFiles], html_of: dict[str, str], *, events: str | Non
     )
 
 
-def _fitting(charts: Sequence[str], room: int) -> tuple[str, int]:
-    """Join the first charts that fit into `room` bytes, and give the number of the others."""
-    sizes = accumulate(len(chart.encode()) for chart in charts)
-    shown = [chart for chart, size in zip(charts, sizes, strict=True) if size <= room]
-    return "".join(shown), len(charts) - len(shown)
+def _task_charts(runs: Sequence[RunFiles], room: int) -> str:
+    """Draw the first charts of preferences and rewards that fit into `room` bytes, and say how many are left out."""
+    charts = figures.task_charts(runs)
+    sizes_so_far = accumulate(len(chart.encode()) for chart in charts)
+    shown = [chart for chart, size in zip(charts, sizes_so_far, strict=True) if size <= room]
+    note = ""
+    if len(shown) < len(charts):
+        left_out = count(len(charts) - len(shown), "more chart")
+        where = "A page of fewer runs has" if len(runs) > 1 else "metrics.jsonl has the figures of"
+        note = f"<p>{where} {left_out}.</p>"
+    return "".join(shown) + note
 
 
 def _shorten(html_of: dict[str, str], notes: Mapping[str, str]) -> None:
-    """Put notes in the place of their parts, in order, until the page is small enough."""
+    """Replace parts by their notes, in the order of the notes, until the page is small enough."""
     for name, note in notes.items():
         if html_of[name] and _num_bytes(html_of) > _MOST_BYTES:
             html_of[name] = note
 
 
 def _notes_of_runs(runs: Sequence[RunFiles]) -> dict[str, str]:
-    """Give notes in place of the parts about one run, the last run first, and then of the smaller charts."""
+    """Give the notes for parts of several runs by their ids: those about one run first, from the last run on."""
     notes = {
         f"run-{number}": f"<p>What else there is of {escaped(run.name)}, the report of that run alone has.</p>"
         for number, run in reversed([*enumerate(runs)])
@@ -139,14 +153,15 @@ def _notes_of_runs(runs: Sequence[RunFiles]) -> dict[str, str]:
 
 
 def _notes_of_parts() -> dict[str, str]:
+    """Give the notes for the large parts of one run by their ids."""
     return {
-        name: f"<h2>{title}</h2><p>{what} would make this page too large: see {file}.</p>"
-        for name, (title, what, file) in _MAY_BE_LEFT_OUT.items()
+        name: f"<h2>{part.title}</h2><p>{part.content} would make this page too large: see {part.file}.</p>"
+        for name, part in _LARGE_PARTS.items()
     }
 
 
 def _notes_of_sweeps(sweeps: Sequence[Path]) -> dict[str, str]:
-    """Give notes in place of all sweeps but the first, the last one first."""
+    """Give the notes for all sweeps but the first by the ids of their parts, from the last sweep on."""
     return {
         f"sweep-{place}": f"<h2>Sweep</h2><p>The report of {escaped(sweeps[place].name)} alone has its trials.</p>"
         for place in reversed(range(1, len(sweeps)))
@@ -162,9 +177,10 @@ def _grid(size: str, drawn: str) -> str:
 
 
 def _folded(run: RunFiles, number: int) -> str:
-    own = "".join((_grid("small", curves.own_charts(run)), *(part(run) for part in _PARTS.values())))
+    """Give all parts about one run as an element that a reader opens, for a page of several runs."""
+    content = _grid("small", curves.own_charts(run)) + "".join(part(run) for part in _PARTS.values())
     title = f'<i class="{colour(number)}"></i>{escaped(run.name)}'
-    return f'<details class="run" id="more-{number}"><summary>{title}</summary>{own}</details>'
+    return f'<details class="run" id="more-{number}"><summary>{title}</summary>{content}</details>'
 
 
 @cache
@@ -173,4 +189,5 @@ def _asset(name: str) -> str:
 
 
 def _hash(text: str) -> str:
+    """Give the hash of a style or a script as a policy of the page names it."""
     return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"

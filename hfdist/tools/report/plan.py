@@ -1,4 +1,4 @@
-"""The part of a report about a run's plan: planned and measured figures, item by item."""
+"""The part of the page about a run's plan: a table of planned figures, beside the measured ones after the run."""
 
 from __future__ import annotations
 
@@ -9,25 +9,35 @@ from hfdist.tools.report.text import escaped, number, wide_table
 from hfdist.units import duration, energy, share, short, size
 
 _MOST_ITEMS = 40
-_OF_MEMORY = ("weights", "gradients", "optimizer", "activations", "buffers", "runtime")
+"""Most rows of a graded plan: a file may have any number of items."""
+_MEMORY_PARTS = ("weights", "gradients", "optimizer", "activations", "buffers", "runtime")
 _LARGE_ERROR = 0.15
+"""A relative error above this stands out."""
+
+_Row = tuple[str, list[str]]
+"""Name of a figure and the cells of its row."""
 
 
 def plan(run: RunFiles) -> str:
-    """Give the planned figures, beside the measured ones once the run has ended."""
-    graded = run.grade.get("items")
-    rows = list(_graded(graded)) if isinstance(graded, list) else []
-    titles: tuple[str, ...] = ("planned", "measured", "error")
+    """Give the part as HTML, or an empty text if the run has no plan.
+
+    It has the planned figures, and beside them the measured ones and their error once the run has ended.
+    """
+    items = run.grade.get("items")
+    rows = list(_graded_rows(items)) if isinstance(items, list) else []
+    titles = ["planned", "measured", "error"]
     if not rows:
-        rows, titles = list(_planned(run.plan)), ("planned",)
+        rows, titles = list(_planned_rows(run.plan)), ["planned"]
     if not rows:
         return ""
-    advice = _text(run.plan, "advice")
-    words = "".join(f"<p>{escaped(text)}</p>" for text in (_words(run.plan), advice and f"Try {advice}") if text)
+    texts, advice = [_summary(run.plan)], _text(run.plan, "advice")
+    if advice:
+        texts.append(f"Try {advice}")
+    words = "".join(f"<p>{escaped(text)}</p>" for text in texts if text)
     return f"<h2>Plan</h2>{words}{wide_table(titles, rows)}"
 
 
-def _words(content: Mapping[str, object]) -> str:
+def _summary(content: Mapping[str, object]) -> str:
     layout, hardware, binds = (_text(content, key) for key in ("layout", "hardware", "binds"))
     if not layout:
         return ""
@@ -35,7 +45,8 @@ def _words(content: Mapping[str, object]) -> str:
     return f"{layout}, on {hardware}. {fits}; a step is bound by: {binds}."
 
 
-def _graded(items: Sequence[object]) -> Iterator[tuple[str, list[str]]]:
+def _graded_rows(items: Sequence[object]) -> Iterator[_Row]:
+    """Give a row for each item of a grade, with the planned and the measured value and the relative error."""
     for item in items[:_MOST_ITEMS]:
         if not isinstance(item, dict):
             continue
@@ -43,19 +54,21 @@ def _graded(items: Sequence[object]) -> Iterator[tuple[str, list[str]]]:
         name, unit = _text(item, "name"), _text(item, "unit")
         if predicted is None or measured is None or not name:
             continue
-        off = "" if error is None else f"{100 * error:+.0f} %"
-        shown = f"<strong>{off}</strong>" if error is not None and abs(error) > _LARGE_ERROR else off
-        yield name, [_value(predicted, unit), _value(measured, unit), shown]
+        percent = "" if error is None else f"{100 * error:+.0f} %"
+        if error is not None and abs(error) > _LARGE_ERROR:
+            percent = f"<strong>{percent}</strong>"
+        yield name, [_value(predicted, unit), _value(measured, unit), percent]
 
 
-def _planned(content: Mapping[str, object]) -> Iterator[tuple[str, list[str]]]:
-    memory, time = content.get("memory"), content.get("time")
-    use = memory.get("use") if isinstance(memory, dict) else None
-    for name in _OF_MEMORY:
-        if isinstance(use, dict) and (value := number(use.get(name))):
+def _planned_rows(content: Mapping[str, object]) -> Iterator[_Row]:
+    """Give a row for each figure of a plan that the file has: memory, time, speed, cost and energy."""
+    memory, time = _object(content, "memory"), _object(content, "time")
+    used_bytes = _object(memory, "use")
+    for name in _MEMORY_PARTS:
+        if value := number(used_bytes.get(name)):
             yield name, [size(value)]
     for name in ("compute", "bubble"):
-        if isinstance(time, dict) and (value := number(time.get(name))):
+        if value := number(time.get(name)):
             yield f"{name} of a step", [duration(value)]
     for key, name, unit in (
         ("tokens_per_second", "speed", "tokens a second"),
@@ -67,12 +80,18 @@ def _planned(content: Mapping[str, object]) -> Iterator[tuple[str, list[str]]]:
             yield name, [_value(value, unit)]
 
 
+def _object(content: Mapping[str, object], key: str) -> Mapping[str, object]:
+    value = content.get(key)
+    return value if isinstance(value, dict) else {}
+
+
 def _text(content: Mapping[str, object], key: str) -> str:
     value = content.get(key)
     return value if isinstance(value, str) else ""
 
 
 def _value(value: float, unit: str) -> str:
+    """Write a value in a unit, as escaped HTML; a value without a unit is a share."""
     match unit:
         case "bytes":
             return size(value)

@@ -1,4 +1,4 @@
-"""A sweep on the page of its trials: the best one, what was noted, charts, and a table of all."""
+"""The part of the page about a sweep: its best trial, its notes, charts, and a table of its trials."""
 
 from __future__ import annotations
 
@@ -14,35 +14,38 @@ from hfdist.tools.report.text import escaped, number
 from hfdist.units import count, short
 
 _MOST_NOTES, _MOST_DRAWN, _MOST_ROWS = 8, 300, 100
-"""Most notes, trials in a chart, and trials in the table."""
+"""Most notes, most trials in a chart, and most trials in the table."""
 
 
 def read_trials(folder: Path) -> list[Trial]:
-    """Read the trials of a sweep, the best first; where they have several lengths, the furthest first."""
+    """Read the trials of a sweep, the best first; where trials have several lengths, the longest ones come first."""
     settings = read_object(folder / SETTINGS)
     sign = -1 if settings.get("direction") == "maximize" else 1
     has_lengths = settings.get("rungs", 1) != 1 or settings.get("sampler") == "pbt"
     trials = TrialLog(folder).trials
     for trial in trials:
+        # The file may say anything: what is no finite number becomes none.
         trial.results = [
-            replace(one, tokens=int(number(one.tokens) or 0), value=number(one.value)) for one in trial.results
+            replace(result, tokens=int(number(result.tokens) or 0), value=number(result.value))
+            for result in trial.results
         ]
     return rank_trials(trials, sign=sign, has_lengths=has_lengths)
 
 
 def sweep(folder: Path) -> str:
-    """Give the part of the page; nothing, if there are no trials."""
+    """Give the part as HTML, or an empty text if the sweep has no trials."""
     trials, settings = read_trials(folder), read_object(folder / SETTINGS)
     if not trials:
         return ""
     metric = str(settings.get("metric", "metric"))
-    failed = sum(bool(trial.failure) for trial in trials)
-    words = f"{count(len(trials), 'trial')}, {failed} failed, {escaped(settings.get('sampler', ''))}"
-    found = f"{_best(trials[0], metric)}{_notes(settings.get(NOTES))}"
+    num_failed = sum(bool(trial.failure) for trial in trials)
+    words = f"{count(len(trials), 'trial')}, {num_failed} failed, {escaped(settings.get('sampler', ''))}"
+    best, notes = _best(trials[0], metric), _notes(settings.get(NOTES))
     with_value = [trial for trial in trials if trial.value is not None][:_MOST_DRAWN]
-    # One trial alone is no comparison.
-    drawn = f"{draw_by_value(with_value, metric)}{draw_lines(with_value, metric)}" if len(with_value) > 1 else ""
-    return f"<h2>Sweep <small>{words}</small></h2>{found}{drawn}{_table(trials, metric)}"
+    charts = ""
+    if len(with_value) > 1:  # One trial alone is no comparison.
+        charts = draw_by_value(with_value, metric) + draw_lines(with_value, metric)
+    return f"<h2>Sweep <small>{words}</small></h2>{best}{notes}{charts}{_table(trials, metric)}"
 
 
 def _best(trial: Trial, metric: str) -> str:
@@ -53,8 +56,10 @@ def _best(trial: Trial, metric: str) -> str:
 
 
 def _notes(notes: object) -> str:
-    items = [f"<li>{escaped(text, 500)}</li>" for text in (notes if isinstance(notes, list) else [])[:_MOST_NOTES]]
-    return f'<ul class="findings">{"".join(items)}</ul>' if items else ""
+    if not isinstance(notes, list) or not notes:
+        return ""
+    items = "".join(f"<li>{escaped(text, 500)}</li>" for text in notes[:_MOST_NOTES])
+    return f'<ul class="findings">{items}</ul>'
 
 
 def _overrides(trial: Trial) -> str:
@@ -62,6 +67,7 @@ def _overrides(trial: Trial) -> str:
 
 
 def _table(trials: Sequence[Trial], metric: str) -> str:
+    """Give a table of the best trials; a column that says nothing in this sweep is left out."""
     has_rungs = any(len(trial.results) > 1 for trial in trials)
     has_parents = any(trial.parent is not None for trial in trials)
     rows = []

@@ -1,4 +1,8 @@
-"""The events of a run on a line of time: starts as bars, and other events as ticks."""
+"""A picture of a run's events over time: a row with a bar for each start, and a row of ticks for each kind of event.
+
+running    [== start 1 ==]..[===== start 2 =====]     .. a pause, which is drawn short
+saves          |    |           |    |    |
+"""
 
 from __future__ import annotations
 
@@ -22,47 +26,54 @@ _MOST_KINDS = 12
 _HEAD = "<h3>Events by time <small>pauses between starts are shortened</small></h3>"
 _LONGEST_PAUSE = 0.03
 """Share of the time line that stands for the time between two starts, however long that was."""
+_ALL_PAUSES = 0.3
+"""Share of the time line that all pauses may take together."""
+_ROW = 18
+"""Height of a row, in pixels."""
 
-_Timed = Sequence[tuple[Mapping[str, object], datetime]]
-"""Events with their times."""
+
+class _TimedEvent(NamedTuple):
+    """An event with its time."""
+
+    event: Mapping[str, object]
+    when: datetime
 
 
 def time_line(run: RunFiles) -> str:
-    """Draw starts as bars and other events as ticks, a row for each kind, over the time in which the run ran."""
-    timed = [(event, when) for event in run.events if (when := instant(event.get("time"))) is not None]
+    """Give the picture as HTML, or an empty text if no event has a time."""
+    times = [(event, instant(event.get("time"))) for event in run.events]
+    timed = [_TimedEvent(event, when) for event, when in times if when is not None]
     if not timed:
         return ""
     spans = _spans(timed, run)
     words = f"{count(len(timed), 'event')} of {count(len(spans), 'start')}: the table has them in words."
     spans = spans[-_MOST_STARTS:]
-    timed = [(event, when) for event, when in timed if when >= spans[0].first]
+    timed = [one for one in timed if one.when >= spans[0].first]
     place = _placing(spans)
-    inside = [event for event, _ in timed if not is_of(event, Event.start, Event.end)]
-    names = list(dict.fromkeys(style_of(event).name for event in inside))[:_MOST_KINDS]
+    kinds = dict.fromkeys(style_of(event).name for event, _ in timed if not is_of(event, Event.start, Event.end))
+    names = list(kinds)[:_MOST_KINDS]
     rows = ["running", *names]
-    inner = [_bars(spans, place), *(_row(timed, name, row + 1, place) for row, name in enumerate(names))]
-    labels = [(TOP + 18 * row + 9, name) for row, name in enumerate(rows)]
+    inner = [_bars(spans, place), *(_ticks(timed, name, row, place) for row, name in enumerate(names, 1))]
+    height = _ROW * len(rows)
+    labels = [(TOP + _ROW * row + _ROW / 2, name) for row, name in enumerate(rows)]
     data = {"form": "none"}
-    return (
-        f'<figure class="chart">{_HEAD}'
-        + frame(labels=labels, inner="".join(inner), height=18 * len(rows), words=("Events by time", words), data=data)
-        + "</figure>"
-    )
+    drawn = frame(labels=labels, inner="".join(inner), height=height, words=("Events by time", words), data=data)
+    return f'<figure class="chart">{_HEAD}{drawn}</figure>'
 
 
 class _Span(NamedTuple):
-    """The time in which a start ran."""
+    """The time in which a start of the run has events."""
 
     first: datetime
     last: datetime
     start: object
-    """Its number."""
+    """Number of the start, as the file says it."""
     end: Mapping[str, object] | None
-    """The event of its end; None: it runs."""
+    """The event of the start's end; None: it runs."""
 
 
-def _spans(timed: _Timed, run: RunFiles) -> list[_Span]:
-    """Give all starts by their time."""
+def _spans(timed: Sequence[_TimedEvent], run: RunFiles) -> list[_Span]:
+    """Give all starts by their time; the last one reaches to where the run's record was last written."""
     spans: dict[str, _Span] = {}
     for event, when in timed:
         start = event.get("start")
@@ -77,8 +88,8 @@ def _spans(timed: _Timed, run: RunFiles) -> list[_Span]:
 
 
 def _placing(spans: Sequence[_Span]) -> Callable[[datetime], float]:
-    """Give a function from a time to its share of the time line, from 0 to 1."""
-    pause = min(_LONGEST_PAUSE, 0.3 / len(spans))
+    """Give a function from a time to its share of the time line, from 0 to 1; a time in a pause lies at its end."""
+    pause = min(_LONGEST_PAUSE, _ALL_PAUSES / len(spans))
     lengths = [max((span.last - span.first).total_seconds(), 1e-3) for span in spans]
     scale = (1 - pause * (len(spans) - 1)) / sum(lengths)
 
@@ -94,11 +105,13 @@ def _placing(spans: Sequence[_Span]) -> Callable[[datetime], float]:
 
 
 def _bars(spans: Sequence[_Span], place: Callable[[datetime], float]) -> str:
+    """Draw each start as a bar in the first row."""
     drawn = []
     for first, last, start, end in spans:
         words = "running" if end is None else style_of(end).words(end)
         kind = "bar bad" if end is not None and is_bad(end) else "bar"
         text = escaped(f"start {start}: {first:%Y-%m-%d %H:%M:%S}, {duration((last - first).total_seconds())}; {words}")
+        # Even a start of a moment can be seen, and pointed at.
         x, width = 100 * place(first), 100 * max(place(last) - place(first), 0.003)
         drawn.append(
             f'<rect class="{kind}" data-text="{text}" x="{x:.2f}%" width="{width:.2f}%" y="{TOP + 3}" height="12"/>'
@@ -106,17 +119,19 @@ def _bars(spans: Sequence[_Span], place: Callable[[datetime], float]) -> str:
     return "".join(drawn)
 
 
-def _row(timed: _Timed, name: str, row: int, place: Callable[[datetime], float]) -> str:
-    groups: dict[int, list[tuple[Mapping[str, object], datetime]]] = {}
-    for event, when in timed:
-        if style_of(event).name == name:
-            groups.setdefault(int(_MOST_TICKS * place(when)), []).append((event, when))
+def _ticks(timed: Sequence[_TimedEvent], name: str, row: int, place: Callable[[datetime], float]) -> str:
+    """Draw the events of a kind as ticks in a row; events near each other share the tick of the last of them."""
+    groups: dict[int, list[_TimedEvent]] = {}
+    for one in timed:
+        if style_of(one.event).name == name:
+            groups.setdefault(int(_MOST_TICKS * place(one.when)), []).append(one)
     drawn = []
-    for own in groups.values():
-        (event, when), more = own[-1], f"; and {len(own) - 1} more near it" if own[1:] else ""
-        text = escaped(f"{when:%H:%M:%S}: {style_of(event).words(event)}{more}")
+    for group in groups.values():
+        event, when = group[-1]
+        words = f"{when:%H:%M:%S}: {style_of(event).words(event)}"
+        if len(group) > 1:
+            words += f"; and {len(group) - 1} more near it"
         kind = "tick bad" if is_bad(event) else "tick"
-        drawn.append(
-            f'<circle class="{kind}" data-text="{text}" cx="{100 * place(when):.2f}%" cy="{TOP + 18 * row + 9}" r="5"/>'
-        )
+        x, y = 100 * place(when), TOP + _ROW * row + _ROW // 2
+        drawn.append(f'<circle class="{kind}" data-text="{escaped(words)}" cx="{x:.2f}%" cy="{y}" r="5"/>')
     return "".join(drawn)

@@ -1,7 +1,13 @@
 """The loop of a sweep: it starts trials in free slots, records their results, and asks which trial comes next.
 
-It keeps nothing that is not in the folder. After any kill the same command goes on: it finds the trials that still run,
-and dead ones go on from their checkpoints.
+    chosen -- start --> running -- done --> result of a rung -- promoted --> running to the next rung
+                          |  ^                     or whole
+                          |  | next start, from its checkpoint
+                          |- stopped or killed
+                          `- failed, or killed too often
+
+All that counts is in the sweep's folder. After any kill the same command goes on: it finds the trials that still run,
+and trials that do not run go on from their checkpoints.
 """
 
 from __future__ import annotations
@@ -11,6 +17,7 @@ import time
 from collections.abc import Callable
 from functools import cached_property
 from itertools import pairwise
+from typing import NamedTuple
 
 from hfdist.atomic_write import write_atomically
 from hfdist.config.override_text import as_overrides
@@ -26,18 +33,27 @@ from hfdist.tools.sweep.sweep import Sweep, total_tokens
 from hfdist.tools.sweep.trial_end import End, how_ended, last_value
 
 _AIM = "aim.json"
-"""File in the folder of a trial: the rung to whose end it was started last, and its number of starts before."""
+"""File in the folder of a trial with the aim of its last start."""
 _MOST_KILLS = 3
 """Number of kills on the way to one rung after which a trial has failed."""
 
 
+class _Aim(NamedTuple):
+    """What a trial was started for."""
+
+    rung: int
+    """The rung to whose end the trial was to train, from 0."""
+    start: int
+    """Number of the run's starts before this one: a record with a higher number is of this start."""
+
+
 class Controller:
-    """Runs a sweep to its end.
+    """The one that runs a sweep to its end.
 
     Args:
         sweep: the sweep.
-        launcher: starts the trials.
-        say: prints a line.
+        launcher: what starts the trials.
+        say: function that prints a line.
     """
 
     def __init__(self, sweep: Sweep, launcher: Launcher, say: Callable[[str], None]) -> None:
@@ -46,29 +62,33 @@ class Controller:
         self.log = TrialLog(sweep.folder)
         for trial in self.log.trials:
             self._check(trial)
-        self.most = self._config.trials
+        most = self._config.trials
         if self._config.sampler is Sampler.grid:
-            self.most = len(sweep.space.grid(self.most))
-        self.most *= self._config.generations
+            most = len(sweep.space.grid(most))
+        self.most = most * self._config.generations
+        """Number of trials of the whole sweep."""
         self._running: dict[int, LaunchedTrial] = {}
         """Trials that run, by their numbers."""
         self._kills: dict[tuple[int, int], int] = {}
         """How often this controller has seen a trial killed, by trial and rung."""
         self._is_told_to_stop = False
-        still_running = launcher.find_all()
+        self._find_begun()
+
+    def _find_begun(self) -> None:
+        """Find what an earlier process of the sweep has left: trials that run, and trials that have ended since."""
+        still_running = self._launcher.find_all()
         for trial in self.log.trials:
-            folder = sweep.folder_of(trial).resolve()
+            folder = self.sweep.folder_of(trial).resolve()
             if trial.failure is None and folder in still_running:
                 self._running[trial.number] = still_running[folder]
                 self._say(f"trial {trial.number} still runs")
-            elif self._is_begun(trial) and self._record_of(trial) is not None:
-                # It has ended while nobody looked.
-                self._note(trial, len(trial.results), None)
+            elif self._is_on_its_way(trial) and self._record_of(trial) is not None:
+                self._record_end(trial, len(trial.results), exit_code=None)
 
     def _check(self, trial: Trial) -> None:
         """Raise a ConfigError on a trial that this sweep has not written: others may be able to write the file."""
         where = f"{self.log.path}, line {trial.line}"
-        # Checked, as the values become words of a command line.
+        # The values become words of a command line.
         self.sweep.space.check(trial.values, where)
         generation = generation_of(self._config, trial.number) if self._config.sampler is Sampler.pbt else 0
         parent = None if trial.parent is None else generation_of(self._config, trial.parent)
@@ -81,7 +101,7 @@ class Controller:
             raise ConfigError(what, where=str(self.log.path), found=found, allowed=allowed)
 
     def stop(self) -> None:
-        """Tell all trials, each once, to save and to stop, and start no further trials."""
+        """Tell each trial that runs to save and to stop, and start no further trials; a second call does nothing."""
         if self._is_told_to_stop:
             return
         self._is_told_to_stop = True
@@ -89,18 +109,22 @@ class Controller:
             process.stop(can_save=self._record_of(self.log.trials[number]) is not None)
 
     def run(self, look: Callable[[Controller], None] = lambda _: None) -> bool:
-        """Run until nothing is left to do, or until told to stop; give whether the sweep has ended.
+        """Run until nothing is left to do, or until `stop` was called and all trials have ended.
 
         Args:
-            look: called in each round of the loop.
+            look: function that is called in each round of the loop.
+
+        Returns:
+            Whether the sweep has come to its end.
         """
         while True:
             for number, process in list(self._running.items()):
                 if process.poll():
                     del self._running[number]
-                    self._note(self.log.trials[number], process.rung, process.exit_code)
+                    self._record_end(self.log.trials[number], process.rung, process.exit_code)
             while not self._is_told_to_stop and (slot := self._free_slot()) is not None:
-                if not self._start_next(slot):
+                has_started = self._start_next(slot)
+                if not has_started:
                     break
             look(self)
             if not self._running:
@@ -113,7 +137,7 @@ class Controller:
 
     @cached_property
     def planned_tokens(self) -> float | None:
-        """Tokens of the whole sweep, if the best share of each rung goes on; None: other limits end trials."""
+        """Tokens of the whole sweep, if the best share of each rung goes on; None: runs have no number of steps."""
         config, run = self._config, self.sweep.compose([])
         if run.train.max_steps is None:
             return None
@@ -121,11 +145,15 @@ class Controller:
             return float(config.trials * total_tokens(run))
         planned = 0.0
         for number in range(self.most):
-            ends = tokens_of_rungs(config, number, total_tokens(run))
-            planned += ends[0] + sum((b - a) / config.factor**k for k, (a, b) in enumerate(pairwise(ends), 1))
+            # Of the trials at a rung, one of `factor` goes on: this one does so with that probability.
+            share = 1.0
+            for begin, end in pairwise([0, *tokens_of_rungs(config, number, total_tokens(run))]):
+                planned += share * (end - begin)
+                share /= config.factor
         return planned
 
     def _free_slot(self) -> int | None:
+        """Give the first slot in which no trial runs; None: all are taken."""
         # Trials that were found again may run in slots that the sweep does not have any more.
         if len(self._running) >= self._config.slots:
             return None
@@ -133,12 +161,11 @@ class Controller:
         return next((slot for slot in range(self._config.slots) if slot not in taken), None)
 
     def _start_next(self, slot: int) -> bool:
-        """Start the next trial or rung; False: there is none before others have ended."""
-        trials = self.log.trials
-        begun = next((one for one in trials if self._is_begun(one)), None)
-        trial = begun or next_promotion(self._config, trials, self._running.keys())
-        if trial is None and len(trials) < self.most:
-            trial = self._begin_trial()
+        """Start a trial on its way to its next rung.
+
+        Give False if none can start before others have ended. A trial that cannot start has failed, and counts.
+        """
+        trial = self._choose_next()
         if trial is None:
             return False
         rung, folder = len(trial.results), self.sweep.folder_of(trial)
@@ -149,9 +176,9 @@ class Controller:
             self._say(f"trial {trial.number} has failed: {error.what}")
             return True
         folder.mkdir(parents=True, exist_ok=True)
-        before = read_run(folder)
-        aim = {"rung": rung, "start": 0 if before is None else before.start}
-        write_atomically(folder / _AIM, json.dumps(aim).encode())
+        record = read_run(folder)
+        aim = _Aim(rung, 0 if record is None else record.start)
+        write_atomically(folder / _AIM, json.dumps(aim._asdict()).encode())
         started = self._running[trial.number] = self._launcher.start(overrides, folder, slot=slot, rung=rung)
         if self._is_told_to_stop:
             # A signal came while the trial was started.
@@ -161,50 +188,60 @@ class Controller:
         self._say(f"trial {trial.number}{self._rung_text(rung)} begins{start}: {values}")
         return True
 
-    def _begin_trial(self) -> Trial | None:
-        """Begin the next trial; None: its values depend on trials that run."""
+    def _choose_next(self) -> Trial | None:
+        """Give the trial that starts next: one that was ended on its way, one that is promoted, or a new one.
+
+        Give None if there is none before others have ended.
+        """
         trials, space = self.log.trials, self.sweep.space
+        for trial in trials:
+            if self._is_on_its_way(trial):
+                return trial
+        promoted = next_promotion(self._config, trials, self._running.keys())
+        if promoted is not None or len(trials) >= self.most:
+            return promoted
         if self._config.sampler is not Sampler.pbt:
             return self.log.begin(choose_values(self._config, space, trials))
         member = next_member(self._config, space, trials)
-        return None if member is None else self.log.begin(*member)
+        return None if member is None else self.log.begin(member.values, member.parent)
 
-    def _is_begun(self, trial: Trial) -> bool:
-        """Whether a trial was on its way to the end of a rung when it was ended."""
-        if trial.failure is not None or trial.number in self._running or self._is_whole(trial):
+    def _is_on_its_way(self, trial: Trial) -> bool:
+        """Whether a trial that does not run was started, or chosen, for a rung whose end it has not reached."""
+        is_whole = len(trial.results) == rungs_of(self._config, trial.number)
+        if trial.failure is not None or trial.number in self._running or is_whole:
             return False
-        rung, _ = self._aim_of(trial)
-        return rung == len(trial.results)
+        return self._aim_of(trial).rung == len(trial.results)
 
-    def _is_whole(self, trial: Trial) -> bool:
-        return len(trial.results) == rungs_of(self._config, trial.number)
-
-    def _aim_of(self, trial: Trial) -> tuple[int, int]:
-        """Give the rung to whose end a trial was started last, and its number of starts before that."""
+    def _aim_of(self, trial: Trial) -> _Aim:
+        """Give the aim of a trial's last start."""
         try:
             aim = json.loads((self.sweep.folder_of(trial) / _AIM).read_text(encoding="utf-8"))
-            return int(aim["rung"]), int(aim["start"])
+            return _Aim(int(aim["rung"]), int(aim["start"]))
         except (OSError, ValueError, KeyError, TypeError, OverflowError, RecursionError):
             # The trial was chosen, but not started.
-            return 0, 0
+            return _Aim(0, 0)
 
     def _record_of(self, trial: Trial) -> RunRecord | None:
-        """Give the record of the trial's last start; None: it has not written one yet."""
+        """Give the record of the trial's last start; None: that start has not written one yet."""
         record = read_run(self.sweep.folder_of(trial))
-        return None if record is None or record.start <= self._aim_of(trial)[1] else record
+        return None if record is None or record.start <= self._aim_of(trial).start else record
 
-    def _note(self, trial: Trial, rung: int, exit_code: int | None) -> None:
-        """Record how a trial ended; `exit_code`: that of its process, None: not known."""
+    def _record_end(self, trial: Trial, rung: int, exit_code: int | None) -> None:
+        """Record how a trial has ended on its way to the end of a rung.
+
+        Args:
+            trial: the trial, which does not run any more.
+            rung: the rung.
+            exit_code: the exit code of the trial's process; None: not known.
+        """
         folder, record = self.sweep.folder_of(trial), self._record_of(trial)
         name = f"trial {trial.number}{self._rung_text(rung)}"
         match how_ended(record, exit_code, is_told_to_stop=self._is_told_to_stop):
-            case End.done:
-                assert record is not None
+            case End.done if record is not None:
                 self._reach(trial, name, record)
             case End.stopped:
                 self._say(f"{name} has stopped")
-            case End.failed:
-                assert record is not None
+            case End.failed if record is not None:
                 self.log.fail(trial, record.error or f"exit code {record.exit_code}")
                 self._say(f"{name} has failed: {record.error}; {folder / LOG}")
             case End.failed_before_it_began:
@@ -225,7 +262,8 @@ class Controller:
 
     def _count_kill(self, trial: Trial, rung: int, name: str) -> None:
         """Let a killed trial go on, unless it was killed too often on the way to this rung."""
-        kills = self._kills[trial.number, rung] = self._kills.get((trial.number, rung), 0) + 1
+        kills = self._kills.get((trial.number, rung), 0) + 1
+        self._kills[trial.number, rung] = kills
         if kills < _MOST_KILLS:
             self._say(f"{name} was killed, and goes on")
             return
@@ -233,4 +271,5 @@ class Controller:
         self._say(f"{name} was killed {kills} times: {self.sweep.folder_of(trial) / LOG}")
 
     def _rung_text(self, rung: int) -> str:
+        """Give the words for a rung after a trial's name; empty: trials have one rung."""
         return "" if self._config.rungs == 1 else f" (rung {rung})"

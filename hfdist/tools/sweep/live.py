@@ -1,9 +1,10 @@
-"""A live table of a sweep in the terminal: the trials that run, and the time that is left."""
+"""A live table of a sweep in the terminal: the trials that run, their newest figures, and the time that is left."""
 
 from __future__ import annotations
 
 import time
 from datetime import timedelta
+from typing import NamedTuple
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -20,8 +21,17 @@ _SECONDS = 1.0
 """Seconds between two drawings."""
 
 
+class _Begin(NamedTuple):
+    """A point from which the speed is measured."""
+
+    seconds: float
+    """Time of a clock that never goes back."""
+    done: int
+    """Steps of a trial, or tokens of all trials, that were done by then."""
+
+
 class LiveTable:
-    """Draws the table below the lines that a sweep says. Text of trials is shown as it is.
+    """A table in the terminal that is drawn again and again, below the lines that a sweep says.
 
     Args:
         console: the terminal.
@@ -31,10 +41,10 @@ class LiveTable:
     def __init__(self, console: Console, metric: str) -> None:
         self._console, self._metric = console, metric
         self._live = Live(console=console, auto_refresh=False, transient=True)
-        self._first_seen: dict[tuple[int, int], tuple[float, int]] = {}
-        """Time and step at which a trial was first seen in a rung, by trial and rung."""
-        self._begun: tuple[float, int] | None = None
-        """Time at which this sweep's process began, and the tokens that were read by then."""
+        self._first_seen: dict[tuple[int, int], _Begin] = {}
+        """When a trial was first seen in a rung, and at which step, by the numbers of the trial and the rung."""
+        self._begun: _Begin | None = None
+        """When this table was first drawn, and the tokens that all trials had read by then; None: it was not drawn."""
         self._drawn_at = 0.0
 
     def __enter__(self) -> LiveTable:
@@ -63,25 +73,30 @@ class LiveTable:
         read = {trial.number: trial.tokens for trial in trials}
         for trial in controller.running():
             record = read_run(controller.sweep.folder_of(trial)) or RunRecord(start=0)
-            step, last = record.step, record.max_steps or 0
+            step, last_step = record.step, record.max_steps or 0
             read[trial.number] = max(record.tokens, trial.tokens)
             value = "" if trial.value is None else f"{trial.value:.4f}"
             values = " ".join(as_overrides(trial.values))
-            left = self._left(trial, step, last)
-            cells = (str(trial.number), str(len(trial.results)), f"{step}/{last or '?'}", value, left, values)
+            left = self._time_left(trial, step, last_step)
+            cells = (str(trial.number), str(len(trial.results)), f"{step}/{last_step or '?'}", value, left, values)
+            # `Text` shows what a trial has written as it is; of a str, rich would take `[...]` for markup.
             table.add_row(*map(Text, cells))
         # A trial that begins at a checkpoint of its parent has not read the parent's tokens.
         before = {trial.number: 0 if trial.parent is None else trials[trial.parent].tokens for trial in trials}
         tokens = sum(max(end - before[number], 0) for number, end in read.items())
         return Group(table, Text(self._about_all(controller, tokens)))
 
-    def _left(self, trial: Trial, step: int, last: int) -> str:
-        now = time.monotonic()
-        begin, first_step = self._first_seen.setdefault((trial.number, len(trial.results)), (now, step))
-        done = step - first_step
-        return _as_time((now - begin) / done * (last - step)) if done > 0 and last >= step else ""
+    def _time_left(self, trial: Trial, step: int, last_step: int) -> str:
+        """Estimate the time to the end of a trial's rung, by its speed since it was first seen; empty: not known."""
+        now, in_rung = time.monotonic(), (trial.number, len(trial.results))
+        begin = self._first_seen.setdefault(in_rung, _Begin(now, step))
+        steps = step - begin.done
+        if steps <= 0 or last_step < step:
+            return ""
+        return _as_time((now - begin.seconds) / steps * (last_step - step))
 
     def _about_all(self, controller: Controller, tokens: int) -> str:
+        """Give a line about all trials: results, the best one, and an estimate of the time that is left."""
         trials, most = controller.log.trials, controller.most
         ended = sum(bool(trial.results) or trial.failure is not None for trial in trials)
         words = [f"{ended} of {most} trials have a result"]
@@ -89,10 +104,9 @@ class LiveTable:
         if best is not None:
             words.append(f"best: trial {best.number}, {self._metric} {best.value:.4f}")
         now, planned = time.monotonic(), controller.planned_tokens
-        self._begun = self._begun or (now, tokens)
-        begin, first_tokens = self._begun
-        if planned is not None and tokens > first_tokens:
-            left = (now - begin) * max(planned - tokens, 0) / (tokens - first_tokens)
+        begin = self._begun = self._begun or _Begin(now, tokens)
+        if planned is not None and tokens > begin.done:
+            left = (now - begin.seconds) * max(planned - tokens, 0) / (tokens - begin.done)
             words.append(f"about {_as_time(left)} left")
         return "; ".join(words)
 

@@ -9,8 +9,10 @@ functions of the seed and of the results of trials.
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Sequence
+from typing import NamedTuple
 
 from hfdist.config.sweep import SweepConfig
 from hfdist.records.trials import Trial
@@ -18,43 +20,60 @@ from hfdist.tools.sweep.sampling import choose_values
 from hfdist.tools.sweep.space import Dimension, Space
 
 _SHARE = 4
-"""One of this many members is replaced after a generation, and as many are copied."""
+"""After a generation, one of this many members is replaced, and one of this many is copied."""
 _FACTORS = (0.8, 1.25)
+"""Factors by which the values of a copied member change."""
+
+
+class Member(NamedTuple):
+    """A trial of a population that is to begin."""
+
+    values: dict[str, object]
+    parent: int | None
+    """Number of the trial at whose checkpoint it begins; None: it begins anew."""
 
 
 def generation_of(config: SweepConfig, number: int) -> int:
-    """Give the generation of a trial."""
+    """Give the generation of a trial, by its number."""
     return number // config.trials
 
 
-def next_member(
-    config: SweepConfig, space: Space, trials: Sequence[Trial]
-) -> tuple[dict[str, object], int | None] | None:
-    """Give the values and the parent of the trial after these; None: the generation before has not ended.
+def next_member(config: SweepConfig, space: Space, trials: Sequence[Trial]) -> Member | None:
+    """Give the member after these trials; None: the generation before has not ended.
 
-    The parent is None in the first generation, and where all members have failed.
+    A member begins anew in the first generation, and where all members of the generation before have failed.
     """
-    generation, member = divmod(len(trials), config.trials)
+    generation, place = divmod(len(trials), config.trials)
     if generation == 0:
-        return choose_values(config, space, trials), None
+        return Member(choose_values(config, space, trials), None)
     before = trials[(generation - 1) * config.trials : generation * config.trials]
     if any(trial.failure is None and not trial.results for trial in before):
         return None
-    sign = config.direction.sign
-    # A failed member is worse than all others.
-    values = {trial.number: float("inf") if trial.value is None else sign * trial.value for trial in before}
-    ranked = sorted(before, key=lambda trial: (values[trial.number], trial.number))
-    number = max(1, config.trials // _SHARE)
-    own = before[member]
+    ranked = _rank(config, before)
+    num_replaced = max(1, config.trials // _SHARE)
+    same = before[place]
+    # A member alone has nobody to copy.
+    is_replaced = same in ranked[-num_replaced:] and config.trials > 1
+    if same.value is not None and not is_replaced:
+        return Member(same.values, same.number)
     choose = random.Random(f"{config.seed} {len(trials)}")
-    if own.value is not None and (own not in ranked[-number:] or config.trials == 1):
-        return own.values, own.number
-    good = [trial for trial in ranked[:number] if trial.value is not None]
-    parent = choose.choice(good or [own])
-    changed: dict[str, object] = {one.key: _explore(one, parent.values[one.key], choose) for one in space.dimensions}
-    return changed, parent.number if good else None
+    good = [trial for trial in ranked[:num_replaced] if trial.value is not None]
+    copied = choose.choice(good or [same])
+    changed: dict[str, object] = {
+        dimension.key: _explore(dimension, copied.values[dimension.key], choose) for dimension in space.dimensions
+    }
+    return Member(changed, copied.number if good else None)
 
 
-def _explore(one: Dimension, value: float, choose: random.Random) -> float:
+def _rank(config: SweepConfig, members: Sequence[Trial]) -> list[Trial]:
+    """Give the members from the best to the worst; a failed one is worse than all others."""
+    values = {
+        trial.number: math.inf if trial.value is None else config.direction.sign * trial.value for trial in members
+    }
+    return sorted(members, key=lambda trial: (values[trial.number], trial.number))
+
+
+def _explore(dimension: Dimension, value: float, choose: random.Random) -> float:
+    """Give a value changed by one of the factors, with 6 digits, within its interval."""
     changed = float(f"{value * choose.choice(_FACTORS):.6g}")
-    return min(max(changed, one.low), one.high)
+    return min(max(changed, dimension.low), dimension.high)

@@ -1,4 +1,4 @@
-"""The best trial of a sweep, the line of its parents, and the table of all trials."""
+"""The trials of a sweep from the best to the worst: the best one, with its parents, and the table of all."""
 
 from __future__ import annotations
 
@@ -12,37 +12,46 @@ from hfdist.tools.sweep.sweep import Sweep
 
 
 def find_best(sweep: Sweep, trials: Sequence[Trial]) -> Trial | None:
-    """Give the best of the trials that have come furthest; None: none has a value."""
-    valued = [trial for trial in trials if trial.value is not None]
-    if valued and sweep.config.sampler is Sampler.pbt:
-        newest = generation_of(sweep.config, valued[-1].number)
-        valued = [trial for trial in valued if generation_of(sweep.config, trial.number) == newest]
-    return next(iter(_ranked(sweep, valued)), None)
+    """Give the best of the trials that have come furthest, in a population those of the newest generation.
+
+    Give None if no trial has a value.
+    """
+    with_value = [trial for trial in trials if trial.value is not None]
+    if with_value and sweep.config.sampler is Sampler.pbt:
+        newest = generation_of(sweep.config, with_value[-1].number)
+        with_value = [trial for trial in with_value if generation_of(sweep.config, trial.number) == newest]
+    return next(iter(_ranked(sweep, with_value)), None)
 
 
 def with_parents(trial: Trial, trials: Sequence[Trial]) -> list[Trial]:
-    """Give a trial and its parents, the earliest first: its steps had their values, in this order."""
-    line = [trial]
-    while (parent := line[0].parent) is not None:
-        line.insert(0, trials[parent])
-    return line
+    """Give the parents of a trial, the earliest first, and the trial: its steps had their values, in this order."""
+    family = [trial]
+    while (parent := family[0].parent) is not None:
+        family.insert(0, trials[parent])
+    return family
 
 
 def format_table(sweep: Sweep, trials: Sequence[Trial]) -> str:
-    """Give the table of all trials, the best first."""
-    # Without rungs each trial has one.
-    rungs = ["rung"] if sweep.has_lengths else []
-    rows: list[list[str]] = [["trial", sweep.config.metric, "tokens", *rungs, "values"]]
-    for trial in _ranked(sweep, trials):
-        shown = "failed" if trial.failure is not None else "-"
-        value = shown if trial.value is None else f"{trial.value:.4f}"
-        values = " ".join(as_overrides(trial.values))
-        reached = [str(len(trial.results)) for _ in rungs]
-        rows.append([str(trial.number), value, f"{trial.tokens:,}", *reached, values])
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]) - 1)]
-    return "\n".join(
-        "  ".join([*(cell.rjust(width) for cell, width in zip(row, widths, strict=False)), row[-1]]) for row in rows
-    )
+    """Give the table of all trials as text, the best first; it has rungs if trials train for several lengths."""
+    heads = ["trial", sweep.config.metric, "tokens", "rung", "values"]
+    rows = [heads, *(_cells(trial) for trial in _ranked(sweep, trials))]
+    if not sweep.has_lengths:
+        rung = heads.index("rung")
+        rows = [row[:rung] + row[rung + 1 :] for row in rows]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for *cells, values in rows:
+        aligned = [cell.rjust(width) for cell, width in zip(cells, widths, strict=False)]
+        lines.append("  ".join([*aligned, values]))
+    return "\n".join(lines)
+
+
+def _cells(trial: Trial) -> list[str]:
+    """Give a trial's number, value of the metric, tokens, number of rungs and overrides."""
+    without_value = "-" if trial.failure is None else "failed"
+    value = without_value if trial.value is None else f"{trial.value:.4f}"
+    overrides = " ".join(as_overrides(trial.values))
+    return [str(trial.number), value, f"{trial.tokens:,}", str(len(trial.results)), overrides]
 
 
 def _ranked(sweep: Sweep, trials: Sequence[Trial]) -> list[Trial]:

@@ -75,9 +75,9 @@ def make(target, *arguments, folder):
     """The job, and its files by their names."""
     kind = target
     target = "kubernetes" if target == "trainjob" else target
-    out = folder / f"job.{TARGETS[target][0]}"
+    out = folder / f"job.{TARGETS[target].ending}"
     _, job = parse_job([f"to={target}", *RUN, f"out={out}", *NEEDED[kind], *arguments])
-    return job, {file.path.name: file.text for file in TARGETS[target][1](job).files}
+    return job, {file.path.name: file.text for file in TARGETS[target].write(job).files}
 
 
 def shell_of(target, texts):

@@ -39,7 +39,7 @@ def test_each_preset_fits_the_command_in_its_comment(name, tmp_path, monkeypatch
     nodes, processes = (yaml.safe_load(text).get(key, 1) for key in ("nodes", "processes"))
     sizes = ["train.micro_batch_size=1", f"train.global_batch_size={16 * nodes * processes}"]
     write_job(*parse_job([*words, *sizes, "model=tiny"]))
-    assert (tmp_path / f"pretrain.{TARGETS[words[0].partition('=')[2]][0]}").is_file()
+    assert (tmp_path / f"pretrain.{TARGETS[words[0].partition('=')[2]].ending}").is_file()
 
 
 @pytest.mark.parametrize(

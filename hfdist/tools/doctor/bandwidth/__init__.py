@@ -1,1 +1,1 @@
-"""What the collectives of a machine or of several reach, by size: `hfdist bandwidth`."""
+"""The measurement of collectives by size, on one machine or several: `hfdist bandwidth`."""

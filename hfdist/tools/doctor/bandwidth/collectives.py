@@ -1,4 +1,4 @@
-"""Times each collective of the present process group at each size; all ranks of the group call it together."""
+"""The times of each collective at each size in the default process group, whose ranks all measure together."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -26,30 +27,40 @@ from hfdist.tools.doctor.bandwidth.figures import (
 
 _NUM_ROUNDS = 5
 _ROUND_SECONDS = 0.03
-"""Seconds of a round: so many that a short call is timed many times in a row."""
+"""Seconds of a round of one collective: a short call is repeated in it and timed as a mean."""
 _MOST_CALLS = 50
+"""Most calls in a round."""
 _ITEM_BYTES = 4
 _LONG_SECONDS = 2.0
-"""A call that takes so long is timed once a round, and larger ones are left out: the link is known by then."""
+"""After a call that takes longer, larger sizes are left out: the link is known by then."""
 
 
 @dataclass
 class _Case:
-    """A collective of one size, with its times."""
+    """A collective of one size, with its times so far."""
 
     kind: str
     size_bytes: int
     call: Callable[[], object]
     num_calls: int
-    """Calls in a round."""
+    """Number of calls in a round."""
     runs_as: str
-    """The backend's own name of it."""
+    """The backend's own name of the call."""
     seconds: list[float] = field(default_factory=list)
+    """Seconds of a call, by round."""
     cpu_seconds: list[float] = field(default_factory=list)
+    """CPU seconds of a call, by round."""
+
+
+class _CallTime(NamedTuple):
+    """The mean time of some calls in a row."""
+
+    seconds: float
+    cpu_seconds: float
 
 
 def sizes_up_to(largest_bytes: int) -> list[int]:
-    """Give the sizes that are measured: from 1 KiB each 16 times the one before, and the largest."""
+    """Give the sizes to measure, in bytes: 1 KiB, each next one 16 times as large, and the largest."""
     sizes = [size for power in range(10, 41, 4) if (size := 1 << power) < largest_bytes]
     return [*sizes, largest_bytes]
 
@@ -62,9 +73,9 @@ def measure(group: str, sizes: Sequence[int], device: torch.device) -> list[Figu
     cases = list(_warmed_up(sizes, device))
     for _ in range(_NUM_ROUNDS):
         for case in cases:
-            seconds, cpu_seconds = _time(case.call, case.num_calls, device)
-            case.seconds.append(seconds)
-            case.cpu_seconds.append(cpu_seconds)
+            time_of_call = _time(case.call, case.num_calls, device)
+            case.seconds.append(time_of_call.seconds)
+            case.cpu_seconds.append(time_of_call.cpu_seconds)
     _take_slowest_rank(cases, device)
     return [
         Figure(
@@ -83,7 +94,7 @@ def measure(group: str, sizes: Sequence[int], device: torch.device) -> list[Figu
 
 
 def _take_slowest_rank(cases: Sequence[_Case], device: torch.device) -> None:
-    """Put the time of the slowest rank in place of the own one, round by round.
+    """Replace this rank's times by those of the slowest rank, round by round. A collective.
 
     A rank that is late in a round finds the bytes of the others in its socket: its own time says too little.
     """
@@ -104,7 +115,8 @@ def _warmed_up(sizes: Sequence[int], device: torch.device) -> Iterator[_Case]:
             count = max(num_ranks, size // _ITEM_BYTES // num_ranks * num_ranks)
             call = _make_call(kind, first[:count], second[:count])
             runs_as = runs_as or _name_of(call)
-            seconds = torch.tensor(_time(call, 1, device)[0], device=device)
+            seconds = torch.tensor(_time(call, 1, device).seconds, device=device)
+            # All ranks must call it equally often in a round.
             dist.all_reduce(seconds, dist.ReduceOp.MAX)
             num_calls = min(max(int(_ROUND_SECONDS / float(seconds)), 1), _MOST_CALLS)
             yield _Case(kind, count * _ITEM_BYTES, call, num_calls, runs_as)
@@ -113,6 +125,7 @@ def _warmed_up(sizes: Sequence[int], device: torch.device) -> Iterator[_Case]:
 
 
 def _make_call(kind: str, whole: torch.Tensor, other: torch.Tensor) -> Callable[[], object]:
+    """Give a function that makes one call of a collective, on two tensors of the same size."""
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     share = other[: len(other) // num_ranks]
     calls: dict[str, Callable[[], object]] = {
@@ -134,20 +147,21 @@ def _pass_on(sent: torch.Tensor, received: torch.Tensor, to: int, by: int) -> No
         work.wait()
 
 
-def _time(call: Callable[[], object], num_calls: int, device: torch.device) -> tuple[float, float]:
-    """Give seconds and CPU seconds of one call, once all ranks have come."""
+def _time(call: Callable[[], object], num_calls: int, device: torch.device) -> _CallTime:
+    """Give the mean time of some calls in a row, which begin when all ranks have come."""
     dist.barrier()
     begin, cpu_begin = time.perf_counter(), time.process_time()
     for _ in range(num_calls):
         call()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    return (time.perf_counter() - begin) / num_calls, (time.process_time() - cpu_begin) / num_calls
+    seconds, cpu_seconds = time.perf_counter() - begin, time.process_time() - cpu_begin
+    return _CallTime(seconds / num_calls, cpu_seconds / num_calls)
 
 
 def _name_of(call: Callable[[], object]) -> str:
-    """Give the backend's own name of what it does in a call, as it tells the profiler: gloo:all_reduce."""
-    # Kineto announces each start on standard error.
+    """Give the backend's own name of what it does in a call, such as `gloo:all_reduce`, as the profiler sees it."""
+    # Without this, the profiler (Kineto) announces each start on standard error.
     os.environ.setdefault("KINETO_LOG_LEVEL", "99")
     with profile() as recorded:
         call()

@@ -1,4 +1,4 @@
-"""The command line of `hfdist bandwidth`."""
+"""The command line of `hfdist bandwidth`: what is measured, by how many ranks, and where the figures go."""
 
 from __future__ import annotations
 
@@ -47,6 +47,7 @@ _LEAST_BYTES = 1024
 
 
 def _measure(arguments: list[str]) -> None:
+    """Measure as the arguments say, by ranks that are started here, or as a rank that a launcher has started."""
     values = read_arguments(arguments, _KEYS)
     largest_bytes, out = _largest(values), _out(values)
     if out is not None and largest_bytes < LEAST_LINK_BYTES:
@@ -57,12 +58,12 @@ def _measure(arguments: list[str]) -> None:
         what, hint = "there is no file for this hardware", f"out={values['hardware']}_measured.yaml"
         raise ConfigError(what, where=f"hardware ({COMMAND_LINE})", found=values["hardware"], hint=hint)
     if "hardware" in values:
-        # Before ranks are started.
+        # A wrong name is refused now, before ranks are started.
         from hfdist.config.hardware import CPU, read_hardware
 
         if values["hardware"] != CPU:
             read_hardware(values["hardware"])
-    # Before torch is loaded: what fails is said once, by this command.
+    # Set before torch is loaded: what fails is said once, by this command.
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
     processes, is_launched = read_processes(values)
     if processes == 1 and not is_launched:

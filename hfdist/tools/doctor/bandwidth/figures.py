@@ -1,4 +1,4 @@
-"""What was measured of collectives, as NCCL's own tests define it: as a table, as JSON, as a link. Loads no torch."""
+"""The figures of collectives, as NCCL's own tests define them, and the links that they show. Loads no torch."""
 
 from __future__ import annotations
 
@@ -22,33 +22,34 @@ _MOST_DIGITS = 18
 
 @dataclass(frozen=True, kw_only=True)
 class Figure:
-    """One collective of one size in one group of ranks."""
+    """The times of one collective of one size in one group of ranks."""
 
     group: str
     """Which ranks are measured together: ALL, IN_MACHINE or BETWEEN."""
     kind: str
     num_ranks: int
-    """Number of ranks of the group; where each machine has a group of its own, of the slowest one."""
+    """Number of ranks in the group; where each machine has a group of its own, in the slowest one."""
     size_bytes: int
-    """Bytes of the tensor that is reduced, sent or exchanged; of a gather or a scatter, of all shares together."""
+    """Bytes of the tensor that is reduced, sent or exchanged; for a gather or a scatter, of all shares together."""
     seconds: float
-    """Seconds of a call: the median over rounds, of the slowest rank."""
+    """Seconds of a call by the slowest rank: the median over rounds."""
     low_seconds: float
+    """Seconds of a call in the quickest round."""
     high_seconds: float
-    """The quickest and the slowest round."""
+    """Seconds of a call in the slowest round."""
     cpu_seconds: float
-    """CPU seconds of a call: of one rank with all its threads, on average over ranks."""
+    """CPU seconds of a call by one rank with all its threads: the mean over ranks."""
     runs_as: str = ""
-    """The backend's own name of what it does, where it tells."""
+    """The backend's own name of what it does; empty: it does not say it."""
 
     @property
     def algorithm_gbs(self) -> float:
-        """10^9 bytes a second: the size over the time."""
+        """The size of the tensor over the time of a call, in 10^9 bytes a second."""
         return self.size_bytes / self.seconds / 1e9
 
     @property
     def bus_gbs(self) -> float:
-        """10^9 bytes a second that each rank's link carries in a ring, whatever the number of ranks."""
+        """What each rank's link carries in a ring, in 10^9 bytes a second, whatever the number of ranks."""
         share = (self.num_ranks - 1) / self.num_ranks
         factor = {ALL_REDUCE: 2 * share, BROADCAST: 1.0, POINT_TO_POINT: 1.0}.get(self.kind, share)
         return factor * self.algorithm_gbs
@@ -59,7 +60,7 @@ class Figure:
 
 
 class Link(NamedTuple):
-    """What a plan needs of a link."""
+    """A link between ranks, as a plan needs it."""
 
     gbs: float
     """10^9 bytes a second that one rank sends."""
@@ -96,10 +97,13 @@ def fit_link(figures: Sequence[Figure], group: str) -> Link | None:
     by_size = sorted(own, key=lambda one: one.size_bytes)
     start, per_byte = _line(by_size[0], by_size[-1])
     num_ranks = own[0].num_ranks
-    # As plans count them: rings on CPUs and chains within a machine, trees of NCCL between machines; both ways.
+    # Hops are counted as plans count them, there and back: along the ring of gloo or the chain of NCCL within a
+    # machine, and down the tree of NCCL between machines.
     on_cpu = own[0].runs_as.startswith("gloo")
     hops = 2 * (num_ranks - 1 if on_cpu or group == IN_MACHINE else math.ceil(math.log2(num_ranks)))
-    start = max(0.0, start - (0.0 if on_cpu else START_SECONDS))
+    if not on_cpu:
+        # A plan counts the start of a kernel by itself.
+        start = max(0.0, start - START_SECONDS)
     sent_share = 2 * (num_ranks - 1) / num_ranks
     return Link(gbs=sent_share / per_byte / 1e9, latency_seconds=start / hops)
 
@@ -115,7 +119,7 @@ def _line(small: Figure, large: Figure) -> tuple[float, float]:
 
 
 def table(figures: Sequence[Figure]) -> Iterator[str]:
-    """Give the lines of a table for each group."""
+    """Give the lines of the tables for people, one table for each group."""
     titles = ["", "size", "time", "algorithm GB/s", "bus GB/s", "CPU", "runs as"]
     for group in dict.fromkeys(one.group for one in figures):
         own = [one for one in figures if one.group == group]
@@ -152,7 +156,7 @@ def read_size(text: str) -> int | None:
 
 
 def describe_seconds(seconds: float) -> str:
-    """Give a duration with three digits."""
+    """Give a duration with three digits, such as `1.25 ms`."""
     for unit, scale in (("s", 1.0), ("ms", 1e3)):
         if seconds * scale >= 1:
             return f"{seconds * scale:.3g} {unit}"

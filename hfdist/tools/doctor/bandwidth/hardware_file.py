@@ -1,4 +1,4 @@
-"""Writes a file as those of conf/hardware/, with the links as they were measured; `hfdist plan` reads it."""
+"""A file of hardware with links as they were measured, which `hfdist plan` reads like those of conf/hardware/."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from hfdist.tools.doctor.bandwidth.figures import BETWEEN, IN_MACHINE, Link
 
 
 def write_hardware(path: Path, name: str | None, links: Mapping[str, Link], *, processes: int, is_cpu: bool) -> None:
-    """Write what was measured of links, and all else of the hardware that is named, or of the device at hand.
+    """Write a file of hardware: its links as they were measured, and all else as a known kind of hardware has it.
 
     Args:
         path: the file to write.
-        name: the name of a file of conf/hardware/, or its path; None: the device at hand, and a CPU is measured.
-        links: what was measured, by group of ranks.
+        name: name of the known hardware, which is a file of conf/hardware/ or a path; None: the device of this machine.
+        links: links that were measured, by group of ranks.
         processes: number of processes in a machine.
         is_cpu: whether ranks computed on the CPU.
 
@@ -55,7 +55,7 @@ def write_hardware(path: Path, name: str | None, links: Mapping[str, Link], *, p
 
 
 def _rounded(value: object) -> object:
-    """Leave four digits of what was measured."""
+    """Give a value with four digits in each number that is not whole, at any depth of its mappings."""
     if isinstance(value, dict):
         return {key: _rounded(one) for key, one in value.items()}
     return float(f"{value:.4g}") if isinstance(value, float) else value

@@ -1,4 +1,7 @@
-"""The measurement by one of several ranks: of each group that rank 0 names; rank 0 prints the figures of all."""
+"""The measurement by several ranks: each measures in the groups that rank 0 names, and rank 0 prints all figures.
+
+rank 0   <- facts   plan ->   [ groups, one after the other ]   <- figures, errors   end ->   prints
+"""
 
 from __future__ import annotations
 
@@ -31,18 +34,20 @@ _GROUP_SECONDS = 1800.0
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """What is to be measured."""
+    """The command line of `hfdist bandwidth`, checked."""
 
     processes: int
     """Number of processes to start; 1: a launcher has started them."""
     largest_bytes: int
+    """Size of the largest tensor."""
     call_seconds: float
-    """How long ranks may take to connect, and for one call."""
+    """Seconds that ranks may take to connect, and for one call."""
     as_json: bool
+    """Whether the figures are printed as JSON."""
     out: Path | None = None
-    """The file of hardware for plans."""
+    """File of hardware to write, for plans; None: none is written."""
     hardware: str | None = None
-    """Hardware from which the file `out` takes all that is no link; None: the device at hand."""
+    """Hardware from which the file `out` takes all that is no link; None: the device of this machine."""
 
 
 class RankGroup(NamedTuple):
@@ -54,7 +59,7 @@ class RankGroup(NamedTuple):
 
 
 class _Plan(NamedTuple):
-    """What rank 0 tells all ranks, once they have come."""
+    """The plan that rank 0 tells all ranks, once they have come."""
 
     groups: Sequence[RankGroup]
     backend: str
@@ -71,7 +76,7 @@ def measure_rank(request: Request) -> None:
         ResourceError: ranks do not come, cannot reach each other, or do not answer in time.
     """
     place = read_launcher()
-    # A run chooses it, too: its links are measured.
+    # A run chooses the interface in this way, too: so the links of a run are measured.
     choose_gloo_interface()
     rendezvous = meet(place)
     has_gpu = torch.cuda.is_available() and place.local_rank < torch.cuda.device_count()
@@ -84,7 +89,7 @@ def measure_rank(request: Request) -> None:
     plan = _hear_plan(rendezvous)
     figures, failure = _measure_groups(request, rendezvous, plan)
     rendezvous.tell("figures", [asdict(figure) for figure in figures])
-    # A list: None is what a silent rank says.
+    # A list, as None would stand for a silent rank.
     rendezvous.tell("errors", [] if failure is None else [failure])
     if place.rank == 0:
         _report(request, plan, _gather(request, rendezvous, plan))

@@ -1,4 +1,4 @@
-"""What `hfdist bandwidth` prints: its figures and the links that they show, as a table for people or as JSON."""
+"""The output of `hfdist bandwidth`: the figures and the links that they show, as tables for people or as JSON."""
 
 from __future__ import annotations
 
@@ -13,7 +13,14 @@ from hfdist.tools.doctor.bandwidth.figures import Figure, Link, describe_seconds
 
 
 def as_json(figures: Sequence[Figure], links: Mapping[str, Link], backend: str, hosts: Sequence[str]) -> str:
-    """Give the figures, the links by group, and of which backend and hosts, by rank, they are, as JSON."""
+    """Give the figures and the links as JSON.
+
+    Args:
+        figures: figures of all groups.
+        links: links by the name of their group.
+        backend: `gloo` or `nccl`.
+        hosts: host of each rank.
+    """
     content = {
         "backend": backend,
         "version": _version_of(backend),
@@ -25,7 +32,7 @@ def as_json(figures: Sequence[Figure], links: Mapping[str, Link], backend: str, 
 
 
 def as_text(figures: Sequence[Figure], links: Mapping[str, Link], backend: str, hosts: Sequence[str]) -> str:
-    """Give the same as a table for each group, and a line for each link."""
+    """Give the figures as a table for each group, and the links as a line each; the arguments are as in `as_json`."""
     machines = ", ".join(f"{host} ({ranks})" for host, ranks in Counter(hosts).items())
     lines = [f"{_version_of(backend)}, {len(hosts)} ranks: {machines}", "", *table(figures)]
     lines += [
@@ -36,7 +43,7 @@ def as_text(figures: Sequence[Figure], links: Mapping[str, Link], backend: str, 
 
 
 def _version_of(backend: str) -> str:
-    """Give the backend with its version, and what its variables say of how it works."""
+    """Give the name of a backend with its version, and with the variables that change how it works."""
     if backend == "gloo":
         return f"gloo of torch {torch.__version__}"
     settings = [f"{name}={os.environ[name]}" for name in ("NCCL_ALGO", "NCCL_PROTO") if name in os.environ]

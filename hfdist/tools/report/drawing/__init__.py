@@ -1,1 +1,1 @@
-"""From figures to inline SVG. A path's coordinates are the data, so that the page's script can read values off."""
+"""Drawings as inline SVG. The coordinates of a path are the data, so that the page's script can read values off."""

@@ -19,15 +19,19 @@ from hfdist.tools.report.text import escaped
 from hfdist.units import short
 
 _SMALLEST_HEIGHT = 1e-3
+"""Least height of a view box that browsers draw, in the unit of the data."""
 _MOST_NAMES, _LONGEST_NAME = 8, 40
 """Most names in place of numbers of x, and most characters of each."""
 _MOST_POINTS = 640
 """Most points of all curves of a chart together."""
+_LEAST_POINTS = 48
+"""Points that a curve may have even if a chart has many curves."""
 _MOST_DOTS = 60
-"""Most points of a dotted curve that have dots."""
+"""A dotted curve with more points than this is drawn without dots."""
 COLOURS = 6
+"""Number of colours of the page's style, for curves and for runs."""
 _LOG_RANGE = 40.0
-"""Ratio of the highest value to the lowest from which on the axis is logarithmic."""
+"""The y axis is logarithmic if the highest value is more than this many times the lowest."""
 
 
 @dataclass(frozen=True)
@@ -35,14 +39,15 @@ class Curve:
     """A curve with its points."""
 
     label: str
-    """Name of the curve; it may be of unknown origin, and is escaped here."""
+    """Name of the curve, of any origin: it is escaped here."""
     points: Sequence[Point]
+    """Points in the order of x."""
     colour: str = "c0"
     """Class of the page's style: c0, c1 ..."""
     is_dotted: bool = False
-    """Whether each of its few points has a dot."""
+    """Whether each point has a dot on the line, if the points are few."""
     is_line: bool = True
-    """Whether a line joins the points; else each is a dot, in the order of x."""
+    """Whether a line joins the points; else each point is a dot alone."""
 
 
 @dataclass(frozen=True)
@@ -55,7 +60,7 @@ class Mark:
     """Id of the element of the page that has the text."""
     is_bad: bool
     colour: str = ""
-    """Colour of its run, where there are several."""
+    """Colour of the mark's run, where a page has several; empty: the page has one run."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,43 +85,45 @@ class Chart:
     height: int = 150
     """Height of the part with the curves, in pixels."""
     across: Axis | None = None
-    """The x axis, whose labels are escaped; None: from the points."""
+    """The x axis, with escaped labels; None: the axis is found from the points."""
     names: Sequence[str] = ()
-    """A few short names in place of the whole numbers of x, of unknown origin."""
+    """A few short names, of unknown origin, that stand for x = 0, 1 ...; empty: x is a number."""
 
 
 def colour(number: int) -> str:
-    """Give the class of the colour of a run; the first few differ."""
+    """Give the style's class for the colour of a run or a curve, by its number; the first COLOURS of them differ."""
     return f"c{number % COLOURS}"
 
 
 def draw(chart: Chart) -> str:
-    """Give the chart as HTML; nothing, if no curve has a value."""
+    """Give the chart as HTML, or an empty text if no curve has a value."""
     values = [y for curve in chart.curves for _, y in curve.points if y is not None]
     if not values:
         return ""
-    across = _horizontal(chart)
-    up = _vertical(chart, values)
+    across = _x_axis(chart)
+    up = _y_axis(chart, values)
     words = _describe(chart)
-    scale = 1.0
+    data = _for_script(chart, across, up)
     if not up.is_log and up.width < _SMALLEST_HEIGHT:
-        # Browsers draw nothing in so low a box, such as that of a learning rate of 1e-6.
+        # A learning rate of 1e-6, for example: the box gets the height of a number from 1 to 10.
         scale = 10.0 ** floor(log10(up.width))
         chart, up = _divided(chart, scale), _divided_axis(up, scale)
-    head = f"<h3>{escaped(chart.title)}{f' <small>{escaped(chart.unit)}</small>' if chart.unit else ''}</h3>"
+        data["scale"] = f"{scale:g}"
+    unit = f" <small>{escaped(chart.unit)}</small>" if chart.unit else ""
+    inner = (_grid(chart, up), labels_below(across, chart.height), _plot(chart, across, up), _marks(chart, across))
     body = frame(
         labels=[(_height(chart, up, value), label) for value, label in up.ticks],
-        inner="".join(
-            (_grid(chart, up), labels_below(across, chart.height), _plot(chart, across, up), _marks(chart, across))
-        ),
+        inner="".join(inner),
         height=chart.height,
         words=(chart.title, words),
-        data=_for_script(chart, across, up) | ({} if scale == 1 else {"scale": f"{scale:g}"}),
+        data=data,
     )
-    return f'<figure class="chart">{head}{_legend(chart)}{body}<p class="axis">{escaped(chart.x)}</p></figure>'
+    head = f"<h3>{escaped(chart.title)}{unit}</h3>{_legend(chart)}"
+    return f'<figure class="chart">{head}{body}<p class="axis">{escaped(chart.x)}</p></figure>'
 
 
 def _divided(chart: Chart, scale: float) -> Chart:
+    """Give the chart with the y of all points divided by a scale."""
     curves = [
         replace(curve, points=[(x, None if y is None else y / scale) for x, y in curve.points])
         for curve in chart.curves
@@ -125,17 +132,20 @@ def _divided(chart: Chart, scale: float) -> Chart:
 
 
 def _divided_axis(up: Axis, scale: float) -> Axis:
-    """Divide an axis; its labels stay."""
+    """Give an axis with its values divided by a scale, and with the labels that it had."""
     ticks = tuple((value / scale, label) for value, label in up.ticks)
     return replace(up, low=up.low / scale, high=up.high / scale, ticks=ticks)
 
 
 def _for_script(chart: Chart, across: Axis, up: Axis) -> dict[str, str]:
+    """Give what the page's script must know to write the values of a point."""
     flags = {"log": up.is_log, "logx": across.is_log, "stacked": chart.is_stacked}
-    # Names are cut, and not their JSON, which the script must read.
-    listed = json.dumps([name[:_LONGEST_NAME] for name in chart.names[:_MOST_NAMES]])
-    names = {"names": escaped(listed, len(listed))} if chart.names else {}
-    return {"x": escaped(chart.x), "form": chart.form} | {name: str(int(flag)) for name, flag in flags.items()} | names
+    data = {"x": escaped(chart.x), "form": chart.form} | {name: str(int(flag)) for name, flag in flags.items()}
+    if chart.names:
+        # Each name is cut, and not the JSON, which the script must read.
+        listed = json.dumps([name[:_LONGEST_NAME] for name in chart.names[:_MOST_NAMES]])
+        data["names"] = escaped(listed, len(listed))
+    return data
 
 
 def _path(points: Sequence[Point]) -> str:
@@ -143,30 +153,36 @@ def _path(points: Sequence[Point]) -> str:
     parts, is_drawing = [], False
     for x, y in points:
         if y is not None:
-            parts.append(f"{'' if is_drawing else 'M'}{_short(x)} {_short(y)}")
+            parts.append(f"{'' if is_drawing else 'M'}{_digits(x)} {_digits(y)}")
         is_drawing = y is not None
     return " ".join(parts)
 
 
-def _horizontal(chart: Chart) -> Axis:
+def _dots(points: Sequence[Point]) -> str:
+    """Give the `d` of dots: a line without length is its round ends alone, and a dot is not stretched."""
+    return "".join(f"M{_digits(x)} {_digits(y)}h0" for x, y in points if y is not None)
+
+
+def _x_axis(chart: Chart) -> Axis:
     if chart.across is not None:
         return chart.across
     places = [x for curve in chart.curves for x, _ in curve.points]
     # A run that goes on from the checkpoint of another one begins far from 0.
-    begins = min(places) < 0.3 * max(places)
-    return linear(min(places), max(places), from_zero=begins, num_ticks=4, fits=False)
+    begins_near_zero = min(places) < 0.3 * max(places)
+    return linear(min(places), max(places), from_zero=begins_near_zero, num_ticks=4, fits=False)
 
 
-def _vertical(chart: Chart, values: list[float]) -> Axis:
+def _y_axis(chart: Chart, values: list[float]) -> Axis:
     low, high = min(values), max(values)
     if chart.may_be_log and low >= 0 and high > 0:
-        low = min(value for value in values if value > 0)
-        if high / low > _LOG_RANGE:
-            return logarithmic(low, high)
-    return linear(min(values), high, from_zero=chart.from_zero)
+        lowest_above_zero = min(value for value in values if value > 0)
+        if high / lowest_above_zero > _LOG_RANGE:
+            return logarithmic(lowest_above_zero, high)
+    return linear(low, high, from_zero=chart.from_zero)
 
 
 def _height(chart: Chart, up: Axis, value: float) -> float:
+    """Give the pixels from the top of the drawing to a value of y."""
     return TOP + chart.height * (1 - (value - up.low) / up.width)
 
 
@@ -176,51 +192,63 @@ def _grid(chart: Chart, up: Axis) -> str:
 
 
 def _plot(chart: Chart, across: Axis, up: Axis) -> str:
-    box = f"{_short(across.low)} {_short(-up.high)} {_short(across.width)} {_short(up.width)}"
-    most = _MOST_POINTS // len(chart.curves)
+    """Draw the curves in a box whose unit is the data's; y grows downwards in SVG, so that all is turned over."""
+    box = f"{_digits(across.low)} {_digits(-up.high)} {_digits(across.width)} {_digits(up.width)}"
     curves = chart.curves
     if across.is_log:
         curves = [replace(curve, points=[(log10(x), y) for x, y in curve.points]) for curve in curves]
-    lines = "".join(_line(chart, curve, up, max(most, 48)) for curve in curves)
+    most = max(_MOST_POINTS // len(curves), _LEAST_POINTS)
+    drawn = "".join(_area(curve) if chart.is_stacked else _line(curve, up, most) for curve in curves)
     return (
         f'<svg class="data" y="{TOP}" width="100%" height="{chart.height}" viewBox="{box}" preserveAspectRatio="none">'
-        f'<g transform="scale(1 -1)">{lines}</g></svg>'
+        f'<g transform="scale(1 -1)">{drawn}</g></svg>'
     )
 
 
-def _line(chart: Chart, curve: Curve, up: Axis, most: int) -> str:
-    label = f'data-label="{escaped(curve.label)}"'
-    if chart.is_stacked:
-        top = _path(curve.points)
-        ends = [x for x, y in curve.points if y is not None]
-        closed = f"V0H{_short(ends[0])}Z" if ends else ""
-        return f'<path class="area {curve.colour}" {label} d="{top}{closed}"/>'
-    points: Sequence[Point] = curve.points
+def _area(curve: Curve) -> str:
+    """Draw all points of a curve, with the area below it, down to 0."""
+    ends = [x for x, y in curve.points if y is not None]
+    down_and_back = f"V0H{_digits(ends[0])}Z" if ends else ""
+    return f'<path class="area {curve.colour}" {_label(curve)} d="{_path(curve.points)}{down_and_back}"/>'
+
+
+def _line(curve: Curve, up: Axis, most: int) -> str:
+    """Draw a curve as a line of at most `most` points, with dots, or as dots alone."""
+    points, colour, label = curve.points, curve.colour, _label(curve)
     if up.is_log:
-        # A gradient may be 0: that lies at the lower edge.
-        points = [(x, None if y is None else log10(y) if y > 0 else up.low) for x, y in points]
-    # A line without length has round ends: a dot that is not stretched.
+        points = [(x, _logarithm(y, up)) for x, y in points]
     if not curve.is_line:
-        dots = "".join(f"M{_short(x)} {_short(y)}h0" for x, y in points if y is not None)
-        return f'<path class="dots {curve.colour}" {label} d="{dots}"/>'
+        return f'<path class="dots {colour}" {label} d="{_dots(points)}"/>'
+    kept = keep_extremes(points, most)
     if curve.is_dotted:
-        kept = keep_extremes(points, most)
-        dotted = kept if len(kept) <= _MOST_DOTS else []
-        dots = "".join(f"M{_short(x)} {_short(y)}h0" for x, y in dotted if y is not None)
-        line = _path(kept)
-        return f'<path class="line {curve.colour}" {label} d="{line}"/><path class="dots {curve.colour}" d="{dots}"/>'
-    is_noisy = len(points) > most // 2
-    kind = "faint" if is_noisy else "line"
-    drawn = f'<path class="{kind} {curve.colour}" {label} d="{_path(keep_extremes(points, most))}"/>'
+        dots = _dots(kept) if len(kept) <= _MOST_DOTS else ""
+        return f'<path class="line {colour}" {label} d="{_path(kept)}"/><path class="dots {colour}" d="{dots}"/>'
+    if len(points) <= most // 2:
+        return f'<path class="line {colour}" {label} d="{_path(kept)}"/>'
     # Many noisy points look like a band: a line of their means shows where it goes.
-    return drawn + (f'<path class="line {curve.colour}" d="{_path(means(points, most // 6))}"/>' if is_noisy else "")
+    band = f'<path class="faint {colour}" {label} d="{_path(kept)}"/>'
+    return f'{band}<path class="line {colour}" d="{_path(means(points, most // 6))}"/>'
+
+
+def _logarithm(y: float | None, up: Axis) -> float | None:
+    """Give the logarithm of a y; 0 has none, such as a gradient's, and lies at the lower edge."""
+    if y is None:
+        return None
+    return log10(y) if y > 0 else up.low
+
+
+def _label(curve: Curve) -> str:
+    return f'data-label="{escaped(curve.label)}"'
 
 
 def _marks(chart: Chart, across: Axis) -> str:
     bottom, drawn = TOP + chart.height, []
     for mark in chart.marks:
         if across.low <= mark.x <= across.high:
-            x, kind = across.place(mark.x), f"mark {mark.colour or 'alone'}{' bad' if mark.is_bad else ''}"
+            x = across.place(mark.x)
+            kind = f"mark {mark.colour or 'alone'}"
+            if mark.is_bad:
+                kind += " bad"
             drawn.append(
                 f'<g class="{kind}" data-from="{mark.text_id}"><line x1="{x}" x2="{x}" y1="{TOP - 4}" y2="{bottom}"/>'
                 f'<text x="{x}" y="{TOP - 8}">{mark.letter}</text></g>'
@@ -236,17 +264,18 @@ def _legend(chart: Chart) -> str:
 
 
 def _describe(chart: Chart) -> str:
+    """Say in words what the chart shows, for readers who do not see it."""
     parts = []
     for curve in chart.curves:
         known = [y for _, y in curve.points if y is not None]
         if known:
-            words = (
-                f"from {short(known[0])} to {short(known[-1])}; lowest {short(min(known))}, highest {short(max(known))}"
-            )
-            parts.append(f"{curve.label}: {words}")
+            first, last, lowest, highest = map(short, (known[0], known[-1], min(known), max(known)))
+            parts.append(f"{curve.label}: from {first} to {last}; lowest {lowest}, highest {highest}")
     return f"{'; '.join(parts)}. On the x axis: {chart.x}."
 
 
-def _short(value: float) -> str:
+def _digits(value: float) -> str:
+    """Write a coordinate with 6 digits; a large number is written whole, as 1e+06 would round its last digits away."""
     text = f"{value:.6g}"
-    return text if "e" not in text or abs(value) < 1 else f"{value:.0f}"
+    is_large = "e" in text and abs(value) >= 1
+    return f"{value:.0f}" if is_large else text

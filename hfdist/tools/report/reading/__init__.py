@@ -1,1 +1,1 @@
-"""From the files of a run folder to figures: only what is new is read, and nothing in them is trusted."""
+"""Readers of a run folder's files: a reading takes only what is new, and trusts nothing that a file says."""

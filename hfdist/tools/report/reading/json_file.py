@@ -1,4 +1,4 @@
-"""A file with one JSON object, of any content, read whole if it is of a bearable size."""
+"""One JSON object, read from a file of unknown origin."""
 
 from __future__ import annotations
 
@@ -6,13 +6,16 @@ import json
 from pathlib import Path
 
 _MOST_BYTES = 1 << 26
+"""Bytes of the largest file that is read. hfdist writes none of this size, but the file may be anything."""
 
 
 def read_object(path: Path) -> dict[str, object]:
-    """Read the object; an empty one: the file is not there, cannot be read, or holds something else."""
+    """Read a JSON object; give an empty one if the file is missing, unreadable, too large, or holds something else."""
     try:
-        # A pipe or a device in its place would not end.
-        content = json.loads(path.read_bytes()) if path.is_file() and path.stat().st_size <= _MOST_BYTES else None
+        # A pipe or a device in the file's place would not end.
+        if not path.is_file() or path.stat().st_size > _MOST_BYTES:
+            return {}
+        content = json.loads(path.read_bytes())
     except (OSError, ValueError, RecursionError):
         return {}
     return content if isinstance(content, dict) else {}

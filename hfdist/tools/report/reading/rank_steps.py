@@ -1,4 +1,4 @@
-"""Times of each rank: means of all steps, and of stretches that stay few however long a run is."""
+"""Times of each rank, summed over stretches of steps; a long run has wider stretches, not more of them."""
 
 from __future__ import annotations
 
@@ -14,45 +14,46 @@ from hfdist.tools.report.text import number, numbers
 Number = TypeVar("Number", int, float)
 
 STEP = RankColumn.step_seconds.value
-"""Key of the seconds of a step in a line."""
+"""Key of the seconds of a whole step in a line."""
 COMPUTE, DATA, WAIT = (
     RankColumn.compute_seconds.value,
     RankColumn.data_seconds.value,
     RankColumn.wait_seconds.value,
 )
 PARTS = (COMPUTE, DATA, WAIT)
-"""Keys of the parts of a step."""
+"""Keys of the parts of a step, each in seconds."""
 _MOST_STRETCHES = 97
-"""Most stretches. Where there are more, each two neighbours become one, but for the first line."""
+"""Most stretches: the first line, and 48 pairs that become 48 stretches once there are more lines."""
 _MOST_STEPS = 2**31
-"""Most steps of a line: a file may say anything."""
+"""Largest number of steps that a line may count for: a file may say anything."""
 
 
 @dataclass
 class Stretch:
-    """Some lines in a row: sums by rank over their steps, and the number of steps in each sum."""
+    """Some lines in a row, as sums over their steps for each rank."""
 
     first_step: float
     last_step: float
     num_lines: int = 0
     sums: dict[str, list[float]] = field(default_factory=dict)
+    """Seconds of each rank in all these steps, by the key of the step or of a part."""
     counts: dict[str, list[int]] = field(default_factory=dict)
+    """Number of steps in each of `sums`: a line may lack a rank's value."""
     peak_bytes: list[float] = field(default_factory=list)
     """Highest memory of each rank, in bytes; 0: not known."""
 
     def add(self, line: Mapping[str, object]) -> None:
-        """Add a line, for as many steps as it says; lines of few ranks do not say it, and count as one step each."""
+        """Add a line, for as many steps as it says; a line that does not say it is about one step."""
         self.num_lines += 1
         steps = int(min(max(number(line.get(STEPS)) or 1, 1), _MOST_STEPS))
         for name in (STEP, *PARTS):
-            values = numbers(line.get(name))
-            self._add(
-                name, [steps * (value or 0.0) for value in values], [steps * (value is not None) for value in values]
-            )
+            means = numbers(line.get(name))
+            sums = [0.0 if mean is None else steps * mean for mean in means]
+            self._add(name, sums, counts=[0 if mean is None else steps for mean in means])
         self._raise_peaks([value or 0.0 for value in numbers(line.get(RankColumn.peak_bytes.value))])
 
     def join(self, other: Stretch) -> None:
-        """Add the lines of the next one."""
+        """Add the lines of another stretch, which must follow this one."""
         self.last_step, self.num_lines = other.last_step, self.num_lines + other.num_lines
         for name, sums in other.sums.items():
             self._add(name, sums, other.counts[name])
@@ -64,42 +65,57 @@ class Stretch:
         return max(map(len, self.sums.values()), default=0)
 
     def means(self, name: str) -> list[float | None]:
-        """Give seconds a step by rank; None: not known."""
-        pairs = zip(self.sums.get(name, ()), self.counts.get(name, ()), strict=True)
-        return [value / number_of if number_of else None for value, number_of in pairs]
+        """Give the mean seconds a step of each rank, for the step or one of its parts; None: not known."""
+        sums_and_counts = zip(self.sums.get(name, ()), self.counts.get(name, ()), strict=True)
+        return [seconds / count if count else None for seconds, count in sums_and_counts]
 
     def busy(self) -> list[float | None]:
-        """Give the seconds a step in which each rank computed or waited for data, so that others waited for it."""
-        compute, data = self.means(COMPUTE), self.means(DATA)
-        data += [None] * (len(compute) - len(data))
-        return [None if own is None else own + (of_data or 0.0) for own, of_data in zip(compute, data, strict=False)]
+        """Give the seconds a step in which each rank computed or waited for data; None: not known.
 
-    def _add(self, name: str, values: list[float], counts: list[int]) -> None:
-        if values:
-            self.sums[name] = _each(operator.add, self.sums.get(name, []), values)
-            self.counts[name] = _each(operator.add, self.counts.get(name, []), counts)
+        In this time the other ranks may have to wait for it.
+        """
+        compute, data = self.means(COMPUTE), self.means(DATA)
+        data += [None] * (len(compute) - len(data))  # A line may lack the last ranks of a part.
+        pairs = zip(compute, data, strict=False)
+        return [None if computed is None else computed + (waited or 0.0) for computed, waited in pairs]
+
+    def _add(self, name: str, sums: list[float], counts: list[int]) -> None:
+        if sums:
+            self.sums[name] = _combine(operator.add, self.sums.get(name, []), sums)
+            self.counts[name] = _combine(operator.add, self.counts.get(name, []), counts)
 
     def _raise_peaks(self, peaks: list[float]) -> None:
-        self.peak_bytes = _each(max, self.peak_bytes, peaks)
+        self.peak_bytes = _combine(max, self.peak_bytes, peaks)
 
 
-def _each(join: Callable[[Number, Number], Number], first: Sequence[Number], second: Sequence[Number]) -> list[Number]:
-    """Join values of the same rank; a rank that one of them lacks counts as 0 there."""
-    return list(starmap(join, zip_longest(first, second, fillvalue=0)))
+def _combine(
+    function: Callable[[Number, Number], Number], first: Sequence[Number], second: Sequence[Number]
+) -> list[Number]:
+    """Combine the two values of each rank; a rank that is missing in one sequence has 0 there."""
+    return list(starmap(function, zip_longest(first, second, fillvalue=0)))
 
 
 class RankSteps:
-    """The lines of `ranks.jsonl`, as stretches in order."""
+    """The lines of `ranks.jsonl`, as stretches in order.
+
+    The first line is a stretch of its own, as its steps are slower. Where the others become too many, they are joined:
+
+        lines       0 | 1 2 3 4 5 6
+        stretches   0 | 1 2 3 4 5 6     a line each
+                    0 | 12  34  56      then two lines each, then four ...
+    """
 
     def __init__(self) -> None:
         self.stretches: list[Stretch] = []
-        self._lines_a_stretch, self._least_stretches = 1, 3
+        self._lines_a_stretch = 1
+        # Number of stretches from which on `total` leaves out the first one.
+        self._least_stretches = 3
 
     def add(self, line: Mapping[str, object]) -> None:
-        """Add a line; one whose step is not a later one, or which does not have all ranks, counts for nothing."""
+        """Add a line; one without the seconds of a step, or with a step no later than the last one, adds nothing."""
         step = number(line.get("step"))
         if STEPS in line:
-            # In a short run the second line has all steps but the first.
+            # A line with a number of steps may be about many: the second line of a short run has all but the first.
             self._least_stretches = 2
         if step is None or STEP not in line or (self.stretches and step <= self.stretches[-1].last_step):
             return
@@ -111,18 +127,26 @@ class RankSteps:
         self.stretches[-1].add(line)
 
     def _halve(self) -> None:
-        pairs = list(zip(self.stretches[1::2], self.stretches[2::2], strict=True))
-        for first, second in pairs:
-            first.join(second)
-        self.stretches = [self.stretches[0], *(first for first, _ in pairs)]
+        """Join each two neighbours, without the first stretch."""
+        kept, joined = self.stretches[1::2], self.stretches[2::2]
+        for stretch, next_stretch in zip(kept, joined, strict=True):
+            stretch.join(next_stretch)
+        self.stretches = [self.stretches[0], *kept]
         self._lines_a_stretch *= 2
 
     def total(self) -> Stretch | None:
-        """Give all lines as one stretch, without the first line: in its steps everything is done for the first time."""
-        own = self.stretches[1:] if len(self.stretches) >= self._least_stretches else self.stretches
-        if not own:
-            return None
-        total = Stretch(own[0].first_step, own[-1].last_step)
-        for stretch in own:
-            total.join(stretch)
-        return total
+        """Give all lines as one stretch; None: there are none.
+
+        The first line is left out where others follow: in its steps everything is done for the first time.
+        """
+        has_enough = len(self.stretches) >= self._least_stretches
+        counted = self.stretches[1:] if has_enough else self.stretches
+        return join_stretches(counted) if counted else None
+
+
+def join_stretches(stretches: Sequence[Stretch]) -> Stretch:
+    """Give one or more stretches, each of which follows the one before, as a single stretch."""
+    joined = Stretch(stretches[0].first_step, stretches[-1].last_step)
+    for stretch in stretches:
+        joined.join(stretch)
+    return joined

@@ -1,4 +1,4 @@
-"""The files of a run folder as a report needs them; `read` takes what has changed, and changes nothing."""
+"""The files of a run folder, as a report needs them; a reading takes what is new, and changes no file."""
 
 from __future__ import annotations
 
@@ -22,10 +22,11 @@ from hfdist.tools.report.reading.timeline import Span, read_spans
 
 _MOST_SAMPLES = 1000
 _MOST_ROLLOUTS = 64
+"""Most lines of samples and of rollouts in memory: the newest ones."""
 
 
 class RunFiles:
-    """The contents of a run's files so far.
+    """What the files of a run say so far.
 
     Args:
         folder: folder of the run.
@@ -36,19 +37,25 @@ class RunFiles:
         # `.` has no name until it is resolved; a link keeps the name that the user gave it.
         self.name = folder.name or folder.resolve().name
         self.record: RunRecord | None = None
+        """The content of run.json; None: it could not be read so far."""
         self.spans: list[Span] = []
+        """The recorded step of a pipeline; empty: there is none."""
         self.plan: Mapping[str, object] = {}
-        """What plan.json holds; so does `grade`."""
+        """The content of the file of the plan; empty: there is none."""
         self.grade: Mapping[str, object] = {}
+        """The content of the file of the plan's grade; empty: there is none."""
         self.config: dict[str, object] | None = None
-        """None: it cannot be read."""
+        """The run's config; None: it cannot be read."""
         self.read_at = datetime.now(UTC)
+        """Time of the last reading."""
         self.events: list[Mapping[str, object]] = []
         self.samples: deque[Mapping[str, object]] = deque(maxlen=_MOST_SAMPLES)
         self.rollouts: deque[Mapping[str, object]] = deque(maxlen=_MOST_ROLLOUTS)
+        # Size and time of change of each file that is read whole.
         self._stamps: dict[Path, tuple[int, int]] = {}
         self._begin_metrics()
         self._begin_ranks()
+        # `metrics` and `ranks` become new objects when their file is replaced: the lambdas find the newest ones.
         self._followers = [
             Follower(self._paths.metrics, self._begin_metrics, lambda line: self.metrics.add(line)),
             Follower(self._paths.events, self.events.clear, self.events.append),
@@ -58,26 +65,29 @@ class RunFiles:
         ]
 
     def read(self) -> bool:
-        """Read what is new; whether there was anything."""
+        """Read what is new; give whether any file has changed."""
         self.read_at = datetime.now(UTC)
-        is_new = False
-        for follower in self._followers:
-            is_new = follower.read() or is_new
-        if self._has_changed(self._paths.record):
-            self.record, is_new = read_run(self.folder) or self.record, True
-        if self._has_changed(self._paths.config):
-            self.config, is_new = _read_config(self._paths.config), True
-        if self._has_changed(self._paths.timeline):
-            self.spans, is_new = read_spans(self._paths.timeline), True
-        if self._has_changed(self._paths.plan):
-            self.plan, is_new = read_object(self._paths.plan), True
-        if self._has_changed(self._paths.grade):
-            self.grade, is_new = read_object(self._paths.grade), True
-        return is_new
+        # A list, and not a generator in `any`: each file must be read.
+        has_new_lines = [follower.read() for follower in self._followers]
+        paths = self._paths
+        whole_files = (paths.record, paths.config, paths.timeline, paths.plan, paths.grade)
+        changed = {path for path in whole_files if self._has_changed(path)}
+        if paths.record in changed:
+            # A record that cannot be read now is being written: the earlier one stays.
+            self.record = read_run(self.folder) or self.record
+        if paths.config in changed:
+            self.config = _read_config(paths.config)
+        if paths.timeline in changed:
+            self.spans = read_spans(paths.timeline)
+        if paths.plan in changed:
+            self.plan = read_object(paths.plan)
+        if paths.grade in changed:
+            self.grade = read_object(paths.grade)
+        return any(has_new_lines) or bool(changed)
 
     @property
     def task(self) -> TaskName:
-        """What the run trains; one that does not say it trains next tokens."""
+        """What the run trains, by its config; a config that does not say it trains next tokens."""
         task = (self.config or {}).get("task")
         name = task.get("name") if isinstance(task, dict) else None
         return next((known for known in TaskName if known.value == name), TaskName.causal_lm)

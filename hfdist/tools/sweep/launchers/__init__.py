@@ -1,1 +1,1 @@
-"""Where the trials of a sweep run: as processes of this machine, as jobs of SLURM, or on machines of Ray."""
+"""Launchers of a sweep's trials: as processes of this machine, as jobs of SLURM, or on machines of Ray."""
