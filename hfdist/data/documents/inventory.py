@@ -51,6 +51,7 @@ class _Entry:
 
     @property
     def contents(self) -> Contents | None:
+        """`parts` as numbers; shape [parts]."""
         return None if self.parts is None else np.frombuffer(bytes.fromhex(self.parts), dtype="<u8")
 
 

@@ -50,7 +50,7 @@ SCHEMA = pa.schema(
 _MOST_SUMMARY_BYTES = 1 << 26
 _MOST_ROWS_A_BYTE = 1000
 _ALLOWED_ROWS = 1 << 28
-"""A file may have more rows than so many for each of its bytes, as no real one has, only up to `_ALLOWED_ROWS`."""
+"""A file may have `_ALLOWED_ROWS` rows, or up to `_MOST_ROWS_A_BYTE` rows for each of its bytes."""
 _MOST_ROWS = 1 << 34
 """Rows that a whole source may have: the order of more would not fit in memory."""
 _MAGIC = b"ARROW1\0\0"
