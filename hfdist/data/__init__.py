@@ -1,4 +1,4 @@
-"""Text to token sequences, in an order that does not depend on the number of processes."""
+"""Text to token sequences, in an order that does not depend on the number of processes: the names for other rooms."""
 
 from hfdist.data.documents.corpus import Corpus, open_corpus
 from hfdist.data.documents.first_examples import (

@@ -1,4 +1,8 @@
-"""Make the index of a source: in one process, or in several that share its files; who comes last joins the parts."""
+"""The making of the index of a source, in one process, or in several that share its files.
+
+share 0 of 2    files 0 to n/2    part-0-of-2-{starts, files.arrow, index.json}  |   the last process joins the
+share 1 of 2    files n/2 to n    part-1-of-2-{starts, files.arrow, index.json}  |   parts, and removes them
+"""
 
 from __future__ import annotations
 
@@ -51,11 +55,11 @@ logger = logging.getLogger(__name__)
 
 
 def index_sources(data: DataConfig, folder: Path) -> None:
-    """Index the sources of files, or compare the indexes that are there with the files; see `index_folder`.
+    """Index all sources that are files, each below `folder`, or compare a finished index with its files.
 
     Raises:
-        ConfigError: no source is of files.
-        DataError: a file cannot be read, has changed since it was indexed, or the parts do not fit together.
+        ConfigError: No source is files.
+        DataError: A file cannot be read, or has changed since it was indexed, or the parts do not fit together.
     """
     keys = sorted(key for key, source in data.all_sources.items() if source.kind is SourceKind.files)
     if not keys:
@@ -80,21 +84,21 @@ def _index(key: str, data: DataConfig, folder: Path) -> bool:
     files = find_files(config.path, key=f"{key}.path", suffixes=SUFFIXES, cache=cache)
     _check_names(files, f"{key}.path")
     places = _places(files, config.path, f"{key}.path")
-    read = _Read(rows.key, digest_of([[file.name, file.size_bytes, file.version] for file in files]))
+    listing = _Listing(rows.key, digest_of([[file.name, file.size_bytes, file.version] for file in files]))
     on_bad = BadFilePolicy(data, f"{key}.path", len(files))
     number, count = read_shard(data.shard)
     parts = [_Part(folder, part, count) for part in range(count)]
     folder.mkdir(parents=True, exist_ok=True)
-    if parts[number].summary() is None or not parts[number].is_of(read):
+    if parts[number].summary() is None or not parts[number].is_of(listing):
         share = files[number * len(files) // count : (number + 1) * len(files) // count]
-        # What the files hold is known of all, or of none.
+        # Whether contents are hashed depends on the size of all files, so that shares agree.
         read_at_a_start(files, cache, share)
-        entries = ((Entry.of(shard, places[file.name]), shard.layout.starts)
-                   for file, shard in open_each(share, rows, cache, on_bad))  # fmt: skip
+        opened = open_each(share, rows, cache, on_bad)
+        entries = ((Entry.of(shard, places[file.name]), shard.layout.starts) for file, shard in opened)
         try:
-            parts[number].write(entries, read, on_bad)
+            parts[number].write(entries, listing, on_bad)
         except FileNotFoundError:
-            # Another process, of other shares perhaps, has finished the index meanwhile, and removed the parts.
+            # Another process has finished the index meanwhile, and removed the parts.
             if read_summary(folder / SUMMARY) is None:
                 raise
             return True
@@ -104,12 +108,12 @@ def _index(key: str, data: DataConfig, folder: Path) -> bool:
         logger.info("%s: share %d of %d is done; %d are missing", folder, number, count, missing)
         return False
     if not missing:
-        _join(parts, read, {file.name: file for file in files}, on_bad, folder)
+        _join(parts, listing, {file.name: file for file in files}, on_bad, folder)
     return True
 
 
 def _check_names(files: Sequence[DataFile], key: str) -> None:
-    """Raise a DataError on a name that an index cannot hold, before anything is read."""
+    """Raise a DataError for a file name that an index cannot hold, before anything is read."""
     for file in files:
         try:
             file.name.encode()
@@ -119,7 +123,7 @@ def _check_names(files: Sequence[DataFile], key: str) -> None:
 
 
 def _places(files: Sequence[DataFile], path: str, key: str) -> dict[str, str]:
-    """Give what the address of each file has after that of the source, by name."""
+    """Give by name the place of each file: its address without that of the source. ConfigError: a file has none."""
     root = f"{root_of(path)}/"
     if len(files) == 1 and isinstance(files[0], RemoteFile) and files[0].address == path:
         return {files[0].name: ""}
@@ -134,7 +138,7 @@ def _places(files: Sequence[DataFile], path: str, key: str) -> dict[str, str]:
 
 
 def _compare(key: str, source: SourceConfig, data: DataConfig, folder: Path) -> None:
-    """Read all files, and compare; DataError: one is new, gone, or another one."""
+    """Read all files, and compare them with the index in `folder`; DataError: a file is new, gone, or has changed."""
     section, _, name = key.rpartition(".")
     assert source.path is not None
     cache = FileCache(cache_dir(data), data.file_cache_bytes)
@@ -149,39 +153,46 @@ def _compare(key: str, source: SourceConfig, data: DataConfig, folder: Path) -> 
 
 
 def _touched(was: Shards, now: Shards) -> list[str]:
-    """Name a file with another version that is too large to be compared."""
-    pairs = zip(was.facts(), now.facts(), strict=True)
-    names = [old.name for old, new in pairs if old.place and new.place and old.place[1] != new.place[1]]
+    """Describe the files that are too large to be compared, and have another version; there may be none."""
+    names: list[str] = []
+    for old, new in zip(was.facts(), now.facts(), strict=True):
+        if old.place is not None and new.place is not None and old.place.version != new.place.version:
+            names.append(old.name)
     return [f"{names[0]}, and {len(names) - 1} more, by their times of change"] if names else []
 
 
-class _Read(NamedTuple):
-    """What the parts of an index must have in common."""
+class _Listing(NamedTuple):
+    """What all parts of an index must have in common."""
 
     rows_key: str
-    listing: str
+    """Columns and format that are read of each row, as `RowReader.key` has them."""
+    digest: str
+    """Digest of the names, sizes and versions of all files."""
 
 
 class _Part:
-    """What one process has indexed: the files of an index, of its share."""
+    """A part of an index, which one process makes of its share of the files."""
 
     def __init__(self, folder: Path, number: int, count: int) -> None:
         self._path = folder / f"part-{number}-of-{count}"
 
     def _file(self, name: str) -> Path:
+        """Give the path of the part's file that corresponds to the index's file `name`."""
         return self._path.with_name(f"{self._path.name}-{name}")
 
     def summary(self) -> Summary | None:
-        """What it says; None: it is not finished."""
+        """Read the summary of the part; None: the part is not finished."""
         return read_summary(self._file(SUMMARY))
 
-    def is_of(self, read: _Read) -> bool:
-        """Whether it is of these columns and files."""
+    def is_of(self, listing: _Listing) -> bool:
+        """Whether the part is finished, and was made of these columns and files."""
         found = self.summary()
-        return found is not None and (found.rows_key, found.listing) == read
+        return found is not None and _Listing(found.rows_key, found.listing) == listing
 
-    def write(self, entries: Iterable[tuple[Entry, NDArray[np.int64]]], read: _Read, on_bad: BadFilePolicy) -> None:
-        """Write what comes, and last the summary."""
+    def write(
+        self, entries: Iterable[tuple[Entry, NDArray[np.int64]]], listing: _Listing, on_bad: BadFilePolicy
+    ) -> None:
+        """Write the entries of files with their starts, and last the summary."""
         found: list[Entry] = []
 
         def write_starts(out: BinaryIO) -> None:
@@ -190,21 +201,23 @@ class _Part:
                 found.append(entry)
 
         write_atomically(self._file(STARTS), write_starts)
-        digest = write_files(self._file(FILES), table_of(found))
-        summary = Summary(rows_key=read.rows_key, listing=read.listing, files_hash=digest, left_out=on_bad.left_out)
-        write_summary(self._file(SUMMARY), summary)
+        files_hash = write_files(self._file(FILES), table_of(found))
+        write_summary(
+            self._file(SUMMARY),
+            Summary(rows_key=listing.rows_key, listing=listing.digest, files_hash=files_hash, left_out=on_bad.left_out),
+        )
 
-    def read(self, read: _Read) -> tuple[pa.RecordBatch, list[str]]:
-        """Give its rows, and what is left out; DataError: it is damaged, or of another corpus."""
+    def read(self, listing: _Listing) -> tuple[pa.RecordBatch, list[str]]:
+        """Give the entries, and the files that are left out; DataError: the part is damaged, or of other files."""
         found = self.summary()
-        if found is None or not self.is_of(read):
+        if found is None or not self.is_of(listing):
             what = "a part of the index is of other files, or of other columns"
             hint = "start that share again: each must see the same files, of the same sizes and times"
             raise DataError(what, where=str(self._path), found=str(found), hint=hint)
         return read_files(self._file(FILES), found.files_hash), found.left_out
 
     def copy_starts(self, batch: pa.RecordBatch, is_kept: NDArray[np.bool_], out: BinaryIO) -> None:
-        """Copy the starts of the files that are kept."""
+        """Copy the starts of the files that are kept; `batch` has the part's entries, `is_kept` a value for each."""
         if is_kept.all():
             map_starts(self._file(STARTS), batch)
             with self._file(STARTS).open("rb") as file:
@@ -216,33 +229,35 @@ class _Part:
             out.write(starts[ends[number] - counts[number] : ends[number]].tobytes())
 
 
-def _join(parts: Sequence[_Part], read: _Read, files: dict[str, DataFile], on_bad: BadFilePolicy, folder: Path) -> None:
-    """Write the index of all parts, and remove them. Several may do it at once: they write the same."""
+def _join(
+    parts: Sequence[_Part], listing: _Listing, files: dict[str, DataFile], on_bad: BadFilePolicy, folder: Path
+) -> None:
+    """Write the index of all parts, and remove these. Several processes may do it at once: they write the same."""
     try:
-        found = [part.read(read) for part in parts]
+        found = [part.read(listing) for part in parts]
         batches = [batch for batch, _ in found]
         on_bad.left_out = [file for _, left_out in found for file in left_out]
         is_kept = _without_repeats(pa.Table.from_batches(batches), files, on_bad)
-        places = np.cumsum([0, *map(len, batches)])
-        kept = [is_kept[start:stop] for start, stop in pairwise(places)]
+        bounds = np.cumsum([0, *map(len, batches)])
+        kept_by_part = [is_kept[start:stop] for start, stop in pairwise(bounds)]
         table = pa.Table.from_batches(batches).filter(pa.array(is_kept))
         on_bad.check_some(len(table) > 0)
 
         def write_starts(out: BinaryIO) -> None:
-            for part, batch, mask in zip(parts, batches, kept, strict=True):
+            for part, batch, mask in zip(parts, batches, kept_by_part, strict=True):
                 part.copy_starts(batch, mask, out)
 
         write_atomically(folder / STARTS, write_starts)
-        digest = write_files(folder / FILES, table)
+        files_hash = write_files(folder / FILES, table)
     except (FileNotFoundError, DataError):
-        # Another process may have joined them meanwhile, and has removed them.
+        # Another process may have joined the parts meanwhile, and removed them.
         if read_summary(folder / SUMMARY) is None:
             raise
         return
     left_out = sorted(on_bad.left_out)
     write_summary(
         folder / SUMMARY,
-        Summary(rows_key=read.rows_key, listing=read.listing, files_hash=digest, left_out=left_out),
+        Summary(rows_key=listing.rows_key, listing=listing.digest, files_hash=files_hash, left_out=left_out),
     )
     logger.info("%s: %d files, %d left out", folder, len(table), len(left_out))
     for path in folder.glob("part-*-of-*"):
@@ -251,8 +266,10 @@ def _join(parts: Sequence[_Part], read: _Read, files: dict[str, DataFile], on_ba
 
 
 def _without_repeats(table: pa.Table, files: dict[str, DataFile], on_bad: BadFilePolicy) -> NDArray[np.bool_]:
-    """Tell the files that are not there twice; see `Repeats`."""
-    is_kept, repeats = np.ones(len(table), dtype=bool), Repeats()
+    """Tell which files of a table are kept, shape [files]: not those that hold the same as one before them."""
+    is_kept = np.ones(len(table), dtype=bool)
+    repeats = Repeats()
+    # Only files whose identity is there several times can be alike.
     counts = pc.value_counts(table.column("identity"))
     several = counts.field("values").filter(pc.greater(counts.field("counts"), 1))
     for number in np.flatnonzero(pc.is_in(table.column("identity"), several).to_numpy()).tolist():

@@ -1,8 +1,9 @@
-"""What a token of an example says besides its id: whether it is a target, and where a second document begins.
+"""Marks in the bits of a token: whether it is a target or an image, and where another document of an example begins.
 
-An example is one array, so that caches, packing and cursors treat it as they treat a document. A preference is one
-array, too: two documents, the chosen answer after its prompt, and the rejected one after the same prompt. So is a query
-with its texts: a document each, of which all tokens are targets, and those of the texts have the mark of rejected ones.
+An example is one array of tokens, so that caches, packing and cursors treat it as they treat a document. A preference
+is one array, too: two documents, which are the prompt with the chosen answer, and the same prompt with the rejected
+one. So is a query with its texts: each is a document of which all tokens are targets, and the tokens of the texts have
+the mark of a rejected answer.
 
 token               id, a target
 ~id                 context
@@ -20,64 +21,73 @@ from numpy.typing import NDArray
 from hfdist.config.batch import IGNORED
 
 IMAGE, REJECTED, BEGINS = 1 << 28, 1 << 29, 1 << 30
+"""Bits of the marks, above those of an id."""
 _ID = IMAGE - 1
-
+"""Bits of an id."""
 _FIRST_REJECTED = IGNORED - 1
-"""The label of token 0 as a target of a rejected answer; token n has n less."""
+"""Label of token 0 as a target of a rejected answer; that of token n is n less."""
 
 Tokens = NDArray[np.int32]
+"""Tokens of an example with their marks; shape [tokens]."""
 
 
 def reject(tokens: Tokens) -> Tokens:
-    """Let the targets of a document be those of a rejected answer."""
+    """Mark the targets of a document as those of a rejected answer."""
     return np.where(tokens >= 0, ~(tokens | REJECTED), tokens)
 
 
 def join(first: Tokens, second: Tokens) -> Tokens:
-    """Put two documents into one example. The first token of a document has nothing before it, so it is no target."""
-    is_image, second = are_images(second[:1]), second.copy()
-    second[:1] = ~(ids_of(second[:1]) | BEGINS | np.where(is_image, IMAGE, 0).astype(np.int32))
-    return np.concatenate([first, second])
+    """Join two documents into one example; the first token of the second one is marked, and becomes context.
+
+    It cannot be a target, since no token of its document stands before it.
+    """
+    begin_token = second[:1]
+    image_bit = np.where(are_images(begin_token), IMAGE, 0).astype(np.int32)
+    marked = ~(ids_of(begin_token) | BEGINS | image_bit)
+    return np.concatenate([first, marked.astype(np.int32), second[1:]])
 
 
 def ids_of(tokens: NDArray[np.integer]) -> NDArray[np.integer]:
-    """Token ids, signed."""
-    # Wide enough for labels; none is context.
+    """Give the ids of tokens, without marks, in a signed type; the shape stays."""
+    # Unsigned tokens are all targets without marks. A signed type also holds labels.
     tokens = tokens.astype(np.int32) if tokens.dtype.kind == "u" else tokens
     return np.where(tokens < 0, ~tokens & _ID, tokens)
 
 
 def are_targets(tokens: NDArray[np.integer]) -> NDArray[np.bool_]:
-    """Which tokens are targets, of any answer."""
+    """Tell which tokens are targets, of chosen or rejected answers; the shape stays."""
     if tokens.dtype.kind == "u":
         return np.ones(len(tokens), dtype=bool)
     return (tokens >= 0) | ((~tokens & REJECTED) != 0)
 
 
 def are_images(tokens: NDArray[np.integer]) -> NDArray[np.bool_]:
-    """Which tokens stand for features of images."""
+    """Tell which tokens stand for features of images; the shape stays."""
     if tokens.dtype.kind == "u":
         return np.zeros(len(tokens), dtype=bool)
     return (tokens < 0) & ((~tokens & IMAGE) != 0)
 
 
 def begin(tokens: NDArray[np.integer]) -> NDArray[np.intp]:
-    """Places at which a second document of an example begins."""
+    """Give the places at which further documents of examples begin; shape [further documents]."""
     return np.flatnonzero((tokens < 0) & ((~tokens & BEGINS) != 0))
 
 
 def labels_of(tokens: NDArray[np.integer], ids: NDArray[np.integer]) -> NDArray[np.integer]:
-    """Labels: the id of a target, less than IGNORED for one of a rejected answer, and IGNORED elsewhere."""
+    """Give the labels of tokens with the given ids; the shape stays.
+
+    The label of a target is its id, that of a target of a rejected answer is less than IGNORED, and others are IGNORED.
+    """
     labels = np.where(tokens < 0, ids.dtype.type(IGNORED), ids)
     return np.where((tokens < 0) & ((~tokens & REJECTED) != 0), _FIRST_REJECTED - ids, labels)
 
 
 def reject_labels(labels: torch.Tensor) -> torch.Tensor:
-    """Let plain labels be those of a rejected answer; the shape stays."""
+    """Turn plain labels into those of a rejected answer; the shape stays."""
     return labels.where(labels == IGNORED, _FIRST_REJECTED - labels)
 
 
 def split_labels(labels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Give plain labels, and which of them are of rejected answers; both of the shape of `labels`, a tensor."""
+    """Give plain labels, and a tensor that tells which of them are of rejected answers; the shape stays."""
     is_rejected = labels < IGNORED
     return labels.where(~is_rejected, _FIRST_REJECTED - labels), is_rejected

@@ -1,4 +1,12 @@
-"""Tokenize a corpus once into token files, on one machine or on many; what was interrupted goes on where it stopped."""
+"""The tokenizing of a corpus into token files, once, on one machine or on many; it goes on where it was interrupted.
+
+While files are written, the folder holds more than at the end:
+
+    NNNNN.json           record of a finished token file, with all that decided its tokens; meta.json takes it over
+    .lock-NNNNN          held by the process that writes the token file
+    .lock...             held by each process for its share, so that no two processes have one
+    .lock-end            held while meta.json is written
+"""
 
 from __future__ import annotations
 
@@ -9,23 +17,23 @@ import shlex
 import sys
 import time
 from array import array
+from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import BinaryIO, NamedTuple
 
 import numpy as np
 from filelock import FileLock, Timeout
-from numpy.typing import NDArray
 from tqdm import tqdm
 from transformers import PreTrainedTokenizerBase
 
 from hfdist.atomic_write import remove_unfinished, write_atomically
 from hfdist.config.data import BadRows, ChatConfig
-from hfdist.data.sources.base import BadRow, Shard
+from hfdist.data.sources.base import Shard
 from hfdist.data.sources.tokenfile import (
     META,
     TOKENIZER,
@@ -43,31 +51,21 @@ from hfdist.data.sources.tokenfile import (
     sizes_of,
 )
 from hfdist.data.storage.identity import digests_of
-from hfdist.data.stream.worker_deaths import WorkerRegistry
-from hfdist.data.stream.worker_map import map_in_workers
 from hfdist.data.tokenization.encoders import Encoders
-from hfdist.data.tokenization.text_encoder import text_digest, token_dtype, tokenizer_digest
+from hfdist.data.tokenization.text_encoder import token_dtype, tokenizer_digest
+from hfdist.data.tokenized_chunks import Chunk, TokenizedChunk, split_into_chunks, tokenize_chunks
 from hfdist.errors import ConfigError, DataError, ResourceError
 from hfdist.failures import is_full_disk
 from hfdist.units import list_first
 
 logger = logging.getLogger(__name__)
 
-# Small shards share a file up to this many rows: a folder of a million texts is not to become three million files.
 _SHARED_FILE_ROWS = 256
+"""Rows up to which small shards share a file: a folder of a million texts is not to become three million files."""
 _SHOWN_ROWS = 20
-# What a worker reads together: some kinds of files are decoded from the beginning of a run for each chunk of it.
-_CHUNK_ROWS = 64
-_CHUNK_READS = 8
-_ENCODED_ROWS = 32
-_CHUNKS_AHEAD = 4
-_SHOWN_BAD_ROWS = 10
-_NOTHING = np.empty(0, dtype=np.int32)
 
 _NamedShard = tuple[str, Shard]
-"""A shard, after the name of its source."""
-_Chunk = tuple[Shard, range]
-"""Rows of one run of a shard."""
+"""The name of a source, and a shard of it."""
 
 
 def pretokenize(
@@ -81,25 +79,25 @@ def pretokenize(
     share: tuple[int, int] = (0, 1),
     progress: bool = False,
 ) -> Meta | None:
-    """Write token files of all documents, and give what meta.json says; files of an interrupted call are kept.
+    """Write token files of all documents, and give the content of meta.json; files of an interrupted call are kept.
 
-    Several calls may share the files, each in a process of its own, on any machine that sees the folder. Who comes last
-    writes meta.json. None: others have not written all of theirs.
+    Several calls may share the files, each in a process of its own, on any machine that sees the folder. The last one
+    writes meta.json. None: other calls have not written all of their files yet.
 
     Args:
-        shards: with the names of their sources, in canonical order.
-        tokenizer: must have an end-of-text token; is saved beside the files.
-        folder: made where there is none.
-        workers: processes that read and tokenize; 0: this one.
-        on_bad_rows: `error` stops; else they become empty documents, and meta.json lists them.
-        chat: `data.chat`; None: its defaults.
-        share: number of this call, and how many share the files: `data.shard`.
-        progress: show a bar.
+        shards: Shards of the corpus in canonical order, each with the name of its source.
+        tokenizer: Tokenizer with an end-of-text token; it is saved beside the files.
+        folder: Folder of the token files, which is made where there is none.
+        workers: Number of processes that read and tokenize; 0: this process does.
+        on_bad_rows: Whether bad rows stop the call, or become empty documents, which meta.json lists.
+        chat: The config's section `data.chat`; None: its defaults.
+        share: Number of this call from 0 on, and how many calls share the files, as `data.shard` has them.
+        progress: Whether a progress bar is shown.
 
     Raises:
-        ConfigError: the folder holds tokens of another corpus or tokenizer, or another process has the same share.
-        DataError: a file or a row cannot be read, or another share was made of other files, or by another tokenizer.
-        ResourceError: the disk is full, or a worker has died.
+        ConfigError: The folder holds tokens of another corpus or tokenizer, or another process has the same share.
+        DataError: A file or a row cannot be read, or another share was made of other files, or by another tokenizer.
+        ResourceError: The disk is full, or a worker has died.
     """
     for source, shard in shards:
         if isinstance(shard, TokenFileShard):
@@ -107,32 +105,38 @@ def pretokenize(
     with _writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
         number, count = share
-        with FileLock(folder / (".lock" if count == 1 else f".lock-{number}-of-{count}"), timeout=0):
+        lock_name = ".lock" if count == 1 else f".lock-{number}-of-{count}"
+        with FileLock(folder / lock_name, timeout=0):
             job = _Job(shards, tokenizer, folder, chat or ChatConfig())
-            if not job.is_done():
-                job.write_files(range(number, job.num_files, count), workers, on_bad_rows, progress)
-                with FileLock(folder / ".lock-end"):
-                    missing = job.finish()
-                if missing:
-                    logger.info("%s: share %d of %d is done; %d files of others are missing", folder, *share, missing)
-                    return None
-    return read_meta(folder)
+            if job.is_done():
+                return read_meta(folder)
+            job.write_files(range(number, job.num_files, count), workers, on_bad_rows, progress)
+            with FileLock(folder / ".lock-end"):
+                num_missing = job.finish()
+            if num_missing:
+                done = "%s: share %d of %d is done; %d files of others are missing"
+                logger.info(done, folder, number, count, num_missing)
+                return None
+            return read_meta(folder)
 
 
 def report_tokenized(made: Meta, folder: Path, *, vocab_size: int | None) -> None:
     """Log a summary of what `pretokenize` has made in a folder, and how to train on it.
 
-    `vocab_size` is of a tokenizer that was trained on the corpus: a model takes its size, which must be said when the
-    tokenizer comes from a folder.
+    `vocab_size` is the size of a tokenizer that was trained on the corpus: a model must be told it when the tokenizer
+    comes from a folder. None: the tokenizer was there before.
     """
-    documents, tokens = (sum(getattr(file, what) for file in made.files) for what in ("rows", "tokens"))
+    documents = sum(file.rows for file in made.files)
+    tokens = sum(file.tokens for file in made.files)
     mean = f"{tokens / max(documents, 1):.1f} tokens a document"
-    size = f"{sum(sum(sizes_of(file, made.dtype)) for file in made.files):,} bytes in {len(made.files)} files"
+    num_bytes = sum(sum(sizes_of(file, made.dtype)) for file in made.files)
+    size = f"{num_bytes:,} bytes in {len(made.files)} files"
     logger.info("%s: %s", folder, f"{documents:,} documents, {tokens:,} tokens, {mean}, {size}")
-    bad_rows: dict[str, list[int]] = {}
+    bad_rows: defaultdict[str, list[int]] = defaultdict(list)
     for file in made.files:
-        for origin, row in map(file.origin, file.bad_rows):
-            bad_rows.setdefault(f"{origin.source}:{origin.shard}", []).append(row)
+        for row_in_file in file.bad_rows:
+            origin, row = file.origin(row_in_file)
+            bad_rows[f"{origin.source}:{origin.shard}"].append(row)
     for name, rows in bad_rows.items():
         shown = list_first(rows, _SHOWN_ROWS)
         logger.warning("%s: %d unreadable, now empty documents: rows %s", name, len(rows), shown)
@@ -142,13 +146,25 @@ def report_tokenized(made: Meta, folder: Path, *, vocab_size: int | None) -> Non
     logger.info("train on them with: hfdist pretrain model=... %s", shlex.join(overrides))
 
 
+class _MadeBy(NamedTuple):
+    """What decides the tokens of a token file, as its record has it: a list in JSON."""
+
+    version: int
+    tokenizer_digest: str
+    dtype: str
+    encoding: str
+    contents: list[list[str]]
+    """Hashes of what each shard holds: the identities among the origins are of sizes and ends alone."""
+
+
 class _Job:
-    """The token files that a folder is to hold."""
+    """The token files that a folder is to hold, and the writing of those that are missing."""
 
     def __init__(
         self, shards: Sequence[_NamedShard], tokenizer: PreTrainedTokenizerBase, folder: Path, chat: ChatConfig
     ) -> None:
-        self._folder, self._tokenizer, self._encoders = folder, tokenizer, Encoders(tokenizer, chat)
+        self._folder, self._tokenizer = folder, tokenizer
+        self._encoders = Encoders(tokenizer, chat)
         self._digest = self._encoders.digest(examples=False)
         has_examples = any(shard.gives_examples for _, shard in shards)
         self._encoding = self._encoders.digest(examples=has_examples)
@@ -156,16 +172,16 @@ class _Job:
         self._files = _group(shards)
 
     def is_done(self) -> bool:
-        """Whether all files are there; raises a ConfigError if the folder holds other tokens."""
+        """Whether all files are there already; ConfigError: the folder holds other tokens."""
         if not (self._folder / META).is_file():
             return False
         meta = read_meta(self._folder)
-        others = self._others(meta.tokenizer_digest, meta.encoding)
+        differences = self._differences(meta.tokenizer_digest, meta.encoding)
         if [file.origins for file in meta.files] != [_origins(shards) for shards in self._files]:
-            others.append("corpus")
-        if not others:
+            differences.append("corpus")
+        if not differences:
             return True
-        what = f"the folder holds the tokens of another {' and another '.join(others)}"
+        what = f"the folder holds the tokens of another {' and another '.join(differences)}"
         hint = "another run.name, or delete the folder"
         allowed = "a new folder, or one of the same files, tokenizer and data.chat"
         raise ConfigError(what, where="run.dir", found=str(self._folder), allowed=allowed, hint=hint)
@@ -176,16 +192,20 @@ class _Job:
         return len(self._files)
 
     def write_files(self, numbers: Sequence[int], workers: int, on_bad_rows: BadRows, progress: bool) -> None:
-        """Write those of some files that are missing."""
-        records = {number: record for number in numbers if (record := self._find(number)) is not None}
-        missing = {
-            number: _split([shard for _, shard in self._files[number]]) for number in numbers if number not in records
-        }
-        chunks = [chunk for chunks in missing.values() for chunk in chunks]
-        made = _make_tokens(chunks, self._encoders, self.dtype, workers, on_bad_rows)
+        """Write the files with some numbers that are not finished; `workers` processes read and tokenize."""
+        finished_rows = 0
+        missing: dict[int, list[Chunk]] = {}
+        for number in numbers:
+            record = self._find_record(number)
+            if record is None:
+                missing[number] = split_into_chunks([shard for _, shard in self._files[number]])
+            else:
+                finished_rows += record.rows
+        chunks = list(chain.from_iterable(missing.values()))
+        made = tokenize_chunks(chunks, self._encoders, self.dtype, workers, on_bad_rows)
         with tqdm(
             total=sum(_num_rows(self._files[number]) for number in numbers),
-            initial=sum(record.rows for record in records.values()),
+            initial=finished_rows,
             desc="tokenize",
             unit="doc",
             disable=not progress,
@@ -193,24 +213,25 @@ class _Job:
             dynamic_ncols=True,
         ) as bar:
             shown = _show(made, bar)
-            for number, of_file in missing.items():
-                # Shares of another number have locks of other names, and some of the same files.
+            for number, chunks_of_file in missing.items():
+                # Another split into shares has locks of other names, and some of the same files.
                 with FileLock(self._lock_path(number), timeout=0):
-                    self._write(number, islice(shown, len(of_file)))
+                    self._write(number, islice(shown, len(chunks_of_file)))
 
     def finish(self) -> int:
-        """Write the tokenizer and meta.json, unless files are missing; give how many are.
+        """Write the tokenizer and meta.json, unless files are missing; give the number of missing files.
 
-        DataError: another share has made a file of something else.
+        DataError: another share has made a file of other rows, or by another tokenizer.
         """
         if (self._folder / META).is_file():
             return 0
         records = []
         for number in range(len(self._files)):
-            if (record := self._find(number)) is not None:
+            record = self._find_record(number)
+            if record is not None:
                 records.append(record)
             elif self._record_path(number).is_file():
-                raise self._of_another(number)
+                raise self._made_otherwise(number)
         if len(records) == len(self._files):
             self._save_tokenizer()
             meta = Meta(self._digest, self.dtype, records, self._encoding)
@@ -220,10 +241,10 @@ class _Job:
                 self._lock_path(number).unlink(missing_ok=True)
         return len(self._files) - len(records)
 
-    def _others(self, digest: str, encoding: str) -> list[str]:
-        """Name what differs where rows became tokens by a tokenizer and an encoding of these digests.
+    def _differences(self, digest: str, encoding: str) -> list[str]:
+        """Name what a tokenizer and an encoding with these digests have other than this job.
 
-        The tokenizer alone where it differs: the encoding of examples follows from it.
+        Where the tokenizer differs, it is named alone, since the encoding follows from it.
         """
         if digest != self._digest:
             return ["tokenizer"]
@@ -231,30 +252,36 @@ class _Job:
             return ["data.format"]
         return ["data.chat or chat template"] if encoding != self._encoding else []
 
-    def _of_another(self, number: int) -> DataError:
+    def _made_otherwise(self, number: int) -> DataError:
         """Make the error of a file that is there, but not as this process would make it."""
-        record, ours = read_json(self._record_path(number)), self._made_by(number)
-        theirs = record.get("made_by") if isinstance(record, dict) else None
-        if not isinstance(theirs, list) or len(theirs) != len(ours) or theirs[0] != VERSION:
-            others = ["version"]
+        record = read_json(self._record_path(number))
+        made_by = record.get("made_by") if isinstance(record, dict) else None
+        ours = self._made_by(number)
+        differences: list[str] = []
+        if not isinstance(made_by, list) or len(made_by) != len(ours) or made_by[0] != VERSION:
+            differences.append("version")
         else:
+            theirs = _MadeBy(*made_by)
             # The type of the tokens follows from the tokenizer and from whether they are examples.
-            _, digest, _, encoding, contents = theirs
-            others = self._others(digest, encoding) + ["contents of its files"] * (contents != ours[-1])
-            others = others or ["names or sizes of its files"]
+            differences += self._differences(theirs.tokenizer_digest, theirs.encoding)
+            if theirs.contents != ours.contents:
+                differences.append("contents of its files")
+            if not differences:
+                differences.append("names or sizes of its files")
         return DataError(
             "another share has made this token file of something else",
             where=str(self._folder / name_of(number)),
-            found=f"other: {', '.join(others)}",
+            found=f"other: {', '.join(differences)}",
             allowed="what this share would make",
             hint="the same overrides, files and hfdist for all shares; those that differ again, or another run.name",
         )
 
-    def _write(self, number: int, chunks: Iterator[_Made]) -> None:
-        """Write one token file, and last its record."""
-        tokens_path, index_path, digests_path = paths_of(self._folder, name_of(number))
+    def _write(self, number: int, chunks: Iterator[TokenizedChunk]) -> None:
+        """Write one token file of its chunks, and last its record."""
+        paths = paths_of(self._folder, name_of(number))
+        # The first offset is 0, and the others are sums of lengths.
         lengths, digests, bad_rows = array("q", [0]), array("Q"), list[int]()
-        digest = hashlib.blake2b(digest_size=16)
+        file_digest = hashlib.blake2b(digest_size=16)
 
         def write_tokens(file: BinaryIO) -> None:
             for chunk in chunks:
@@ -262,33 +289,42 @@ class _Job:
                 lengths.extend(chunk.lengths)
                 digests.extend(chunk.digests)
                 file.write(chunk.tokens.data)
-                digest.update(chunk.tokens.data)
+                file_digest.update(chunk.tokens.data)
 
-        _write(tokens_path, write_tokens)
+        _write(paths.tokens, write_tokens)
         offsets = np.cumsum(np.asarray(lengths), dtype="<i8")
-        for path, values in ((index_path, offsets), (digests_path, np.asarray(digests).astype("<u8"))):
+        for path, values in ((paths.offsets, offsets), (paths.digests, np.asarray(digests).astype("<u8"))):
             _write(path, partial(np.save, arr=values, allow_pickle=False))
-            digest.update(values.data)
-        origins = _origins(self._files[number])
-        record = FileRecord(name_of(number), len(digests), int(offsets[-1]), digest.hexdigest(), origins, bad_rows)
+            file_digest.update(values.data)
+        record = FileRecord(
+            name=name_of(number),
+            rows=len(digests),
+            tokens=int(offsets[-1]),
+            digest=file_digest.hexdigest(),
+            origins=_origins(self._files[number]),
+            bad_rows=bad_rows,
+        )
         _write_json(self._record_path(number), {"made_by": self._made_by(number), "record": asdict(record)})
 
-    def _find(self, number: int) -> FileRecord | None:
-        """The record of a file that another call has completed."""
+    def _find_record(self, number: int) -> FileRecord | None:
+        """Give the record of a file that a call has finished as this job would; None: there is no such file."""
         path = self._record_path(number)
         try:
             values = read_json(path)
             record = parse_record(values["record"], number)
             present = [file.stat().st_size for file in paths_of(self._folder, record.name)]
-            is_ours = values["made_by"] == self._made_by(number) and record.origins == _origins(self._files[number])
+            is_made_so = values["made_by"] == list(self._made_by(number))
+        # Whatever is damaged or missing is made again.
         except (DataError, KeyError, TypeError, ValueError, OSError):
             return None
-        return record if is_ours and present == list(sizes_of(record, self.dtype)) else None
+        is_ours = is_made_so and record.origins == _origins(self._files[number])
+        is_whole = present == list(sizes_of(record, self.dtype))
+        return record if is_ours and is_whole else None
 
-    def _made_by(self, number: int) -> list[object]:
-        """Give what decides the tokens of a file; its origins know no more of their files than sizes and ends."""
+    def _made_by(self, number: int) -> _MadeBy:
+        """Give all that decides the tokens of a file, besides its origins."""
         contents = [digests_of(shard.contents) for _, shard in self._files[number]]
-        return [VERSION, self._digest, self.dtype, self._encoding, contents]
+        return _MadeBy(VERSION, self._digest, self.dtype, self._encoding, contents)
 
     def _record_path(self, number: int) -> Path:
         return self._folder / f"{name_of(number)}.json"
@@ -297,6 +333,7 @@ class _Job:
         return self._folder / f".lock-{name_of(number)}"
 
     def _save_tokenizer(self) -> None:
+        """Save the tokenizer beside the files, and warn where it comes back as another one."""
         folder = self._folder / TOKENIZER
         self._tokenizer.save_pretrained(folder)
         try:
@@ -308,9 +345,11 @@ class _Job:
             logger.warning("%s %s; train with the same model.tokenizer.name as now", folder, reason)
 
 
-def _show(made: Iterator[_Made], bar: tqdm[object]) -> Iterator[_Made]:
-    num_tokens, began = 0, time.monotonic()
-    for chunk in made:
+def _show(chunks: Iterator[TokenizedChunk], bar: tqdm[object]) -> Iterator[TokenizedChunk]:
+    """Pass chunks on, and move a progress bar by their rows."""
+    num_tokens = 0
+    began = time.monotonic()
+    for chunk in chunks:
         num_tokens += len(chunk.tokens)
         bar.set_postfix({"tok/s": f"{num_tokens / (time.monotonic() - began):,.0f}"}, refresh=False)
         bar.update(len(chunk.lengths))
@@ -318,7 +357,7 @@ def _show(made: Iterator[_Made], bar: tqdm[object]) -> Iterator[_Made]:
 
 
 def _group(shards: Sequence[_NamedShard]) -> list[list[_NamedShard]]:
-    """Group shards by file, in order: large ones have a file of their own."""
+    """Give the shards of each token file, in order: small neighbours share a file, and a large shard has its own."""
     files: list[list[_NamedShard]] = []
     for named in shards:
         if files and _num_rows([*files[-1], named]) <= _SHARED_FILE_ROWS:
@@ -337,7 +376,7 @@ def _origins(shards: Sequence[_NamedShard]) -> list[OriginShard]:
 
 
 def _write(path: Path, content: bytes | Callable[[BinaryIO], None]) -> None:
-    """Write a file whole; the folder's lock is held, so what a killed process has left of it can go."""
+    """Write a file whole. Its lock is held, so that what a killed process has left of it can be deleted."""
     remove_unfinished(path)
     write_atomically(path, content)
 
@@ -348,7 +387,7 @@ def _write_json(path: Path, values: Mapping[str, object]) -> None:
 
 @contextmanager
 def _writing(folder: Path) -> Iterator[None]:
-    """Explain what is wrong with the folder."""
+    """Turn errors of the folder into those for the user: ConfigError, or ResourceError for a full disk."""
     try:
         yield
     except Timeout as error:
@@ -368,71 +407,3 @@ def _writing(folder: Path) -> Iterator[None]:
                 hint="make room; the same command goes on from the files that are finished",
             ) from error
         raise ConfigError(f"the folder cannot be used: {reason}", where="run.dir", found=str(folder)) from error
-
-
-class _Made(NamedTuple):
-    """Some rows as tokens."""
-
-    tokens: NDArray[np.integer]
-    """All documents end to end."""
-    lengths: list[int]
-    digests: list[int]
-    bad: dict[int, DataError]
-    """Errors of rows that cannot be read, by their place among the rows."""
-
-
-def _split(shards: Sequence[Shard]) -> list[_Chunk]:
-    """Split all rows of some shards, in order, into chunks."""
-    chunks: list[_Chunk] = []
-    for shard in shards:
-        most_rows = max(_CHUNK_ROWS, _CHUNK_READS * shard.rows_at_once)
-        first = 0
-        for num_rows in shard.runs:
-            stop = first + num_rows
-            chunks += [(shard, range(start, min(start + most_rows, stop))) for start in range(first, stop, most_rows)]
-            first = stop
-    return chunks
-
-
-def _make_tokens(
-    chunks: Sequence[_Chunk], encoders: Encoders, dtype: str, workers: int, on_bad_rows: BadRows
-) -> Iterator[_Made]:
-    """Give chunks as tokens, in order."""
-    tokenizes = _Tokenizes(chunks, encoders, dtype)
-    registry = WorkerRegistry(workers, lambda _: "which tokenizes")
-    num_bad = 0
-    for chunk in map_in_workers(tokenizes, len(chunks), registry, ahead=_CHUNKS_AHEAD):
-        for error in chunk.bad.values():
-            if on_bad_rows is BadRows.error:
-                error.hint = error.hint or "data.on_bad_rows=skip makes such rows empty documents"
-                raise error
-            num_bad += 1
-            if num_bad <= _SHOWN_BAD_ROWS:
-                logger.warning("%s: %s, so it becomes an empty document", error.where, error.what)
-        yield chunk
-
-
-class _Tokenizes:
-    """Tokenizes a chunk, by its number."""
-
-    def __init__(self, chunks: Sequence[_Chunk], encoders: Encoders, dtype: str) -> None:
-        self._chunks, self._encoders = chunks, encoders
-        self._dtype = np.dtype(dtype).newbyteorder("<")
-
-    def __call__(self, number: int) -> _Made:
-        shard, rows = self._chunks[number]
-        found, digests = iter(shard.read(rows)), list[int]()
-        made: list[NDArray[np.int32] | BadRow] = []
-        for start in range(0, len(rows), _ENCODED_ROWS):
-            texts = list(islice(found, _ENCODED_ROWS))
-            digests += [text_digest("" if isinstance(text, BadRow) else text) for text in texts]
-            made += self._encode(shard, rows[start : start + _ENCODED_ROWS], texts)
-        bad = {place: row.error for place, row in enumerate(made) if isinstance(row, BadRow)}
-        documents = [_NOTHING if isinstance(row, BadRow) else row for row in made]
-        lengths = [len(tokens) for tokens in documents]
-        return _Made(np.concatenate(documents).astype(self._dtype), lengths, digests, bad)
-
-    def _encode(self, shard: Shard, rows: range, texts: Sequence[str | BadRow]) -> Iterator[NDArray[np.int32] | BadRow]:
-        good = {row: text for row, text in zip(rows, texts, strict=True) if isinstance(text, str)}
-        made = iter(self._encoders.encode(shard, list(good), list(good.values())))
-        return (text if isinstance(text, BadRow) else next(made) for text in texts)

@@ -1,8 +1,8 @@
-"""The held-out set: documents that training skips, or sources of their own, packed once."""
+"""The held-out set: documents that training skips, or those of sources of their own, packed once and cached."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from itertools import islice
 
@@ -37,16 +37,18 @@ from hfdist.data.tokenization.encoders import Encoders, check_token_sources
 from hfdist.data.tokenization.image_tokens import ImageTokens
 
 _FORMAT = 4
-"""Raise it when the same documents are packed in another way: sets in the cache are made anew."""
+"""Version of how documents are packed: with another one, the sets in the cache are made anew."""
 
 
 class HeldOut(Dataset[dict[str, torch.Tensor]]):
-    """Packed sequences; item k holds input_ids, position_ids and labels of shape [sequence_length].
+    """Packed sequences of held-out documents.
 
-    With `one_each` it also holds its document as its only origin (`ORIGINS`); it has the number k.
+    An item holds input_ids, position_ids and labels of shape [sequence_length]. With `one_each`, item k is one
+    document, and also holds its origin (`ORIGINS`), in which the document has the number k.
     """
 
     def __init__(self, sequences: NDArray[np.int32], corpus: Corpus, *, one_each: bool = False) -> None:
+        """Take `sequences`, shape [items, rows, sequence_length]: rows of `NAMES`, then perhaps document numbers."""
         self._sequences, self._corpus, self._has_one_each = sequences, corpus, one_each
 
     def __len__(self) -> int:
@@ -56,15 +58,15 @@ class HeldOut(Dataset[dict[str, torch.Tensor]]):
         rows = torch.from_numpy(self._sequences[index][: len(NAMES)].astype(np.int64))
         item = dict(zip(NAMES, rows, strict=True))
         if self._has_one_each:
-            # The filling begins where positions restart.
-            begins = (rows[POSITION_IDS] == 0).nonzero().flatten()
-            length = int(begins[1]) if len(begins) > 1 else rows.shape[1]
+            # Positions restart at 0 after the document, where tokens only fill the sequence up.
+            starts = (rows[POSITION_IDS] == 0).nonzero().flatten()
+            length = int(starts[1]) if len(starts) > 1 else rows.shape[1]
             # The item's number stands for a document: it is the same in every evaluation.
             item[ORIGINS] = torch.tensor([[index, 0, 0, length]])
         return item
 
     def columns(self, index: int) -> Iterator[Mapping[str, object]]:
-        """Give the other columns of the row of each document of an item; nothing at all without them."""
+        """Give the other columns of each document of an item, in order; none where `data.keep_columns` is off."""
         for numbers in self._sequences[index][len(NAMES) :]:
             documents = numbers[numbers >= 0].tolist()
             found = self._corpus.columns(documents)
@@ -75,7 +77,7 @@ HeldOutSet = HeldOut | HeldOutImages
 
 
 class HeldOutSources(ConcatDataset[dict[str, torch.Tensor]]):
-    """Several held-out sets, one after the other."""
+    """The held-out sets of several sources as one set, one after the other."""
 
     def __init__(self, parts: Mapping[str, HeldOutSet]) -> None:
         super().__init__(parts.values())
@@ -91,14 +93,13 @@ def build_held_out(
     *,
     one_each: bool = False,
 ) -> HeldOutSet | None:
-    """Pack held-out documents into at most `data.eval_sequences` sequences; None where `data.eval_fraction` is 0.
+    """Pack held-out documents into at most `data.eval_sequences` sequences; None: `data.eval_fraction` is 0.
 
-    Text goes end to end, whatever `data.packing` is for training, without a last sequence that does not fill up (unless
-    all documents are held out); examples stay whole. With `one_each` a sequence is one document, filled up; with
-    `images` it is one, too, with its images.
+    Texts go end to end, whatever `data.packing` is for training. A last sequence that is not full is left out, unless
+    all documents are held out. Examples stay whole. With `one_each` or `images`, a sequence is a single document.
 
     Raises:
-        DataError: the held-out documents do not fill one sequence.
+        DataError: The held-out documents do not fill one sequence, or there is nothing to learn in them.
     """
     if config.eval_fraction == 0:
         return None
@@ -111,7 +112,7 @@ def build_held_out(
 
 
 def _cache_key(corpus: Corpus, encoders: Encoders, config: DataConfig, one_each: bool) -> str:
-    """Hash all that decides a set. Sets that an older version has cached keep their keys: new settings come last."""
+    """Hash all that decides a set. New settings come last, and only where they are used: older sets keep their keys."""
     settings = [config.sequence_length, config.eval_sequences, sorted(corpus.quarantined), config.too_long.value]
     if corpus.has_examples:
         settings.append(RULE)
@@ -130,10 +131,10 @@ def open_held_out_sources(
     *,
     one_each: bool = False,
 ) -> HeldOutSources:
-    """Open and pack `data.eval_sources`; arguments as of `build_held_out`.
+    """Open the sources of `data.eval_sources`, and pack all documents of each as `build_held_out` does.
 
     Raises:
-        ConfigError, DataError: one is missing, unreadable or empty.
+        ConfigError, DataError: A source is missing, unreadable or empty.
     """
     check_token_sources(config.eval_sources, Encoders.of(tokenizer, config))
     parts = {}
@@ -143,19 +144,22 @@ def open_held_out_sources(
         )
         corpus = open_corpus(alone, section="data.eval_sources")
         held_out = build_held_out(corpus, tokenizer, alone, images, one_each=one_each)
-        assert held_out is not None
+        assert held_out is not None  # eval_fraction is 1
         parts[name] = held_out
     return HeldOutSources(parts)
 
 
 def _read(corpus: Corpus, encoders: Encoders, config: DataConfig, counts: HeldOutCounts) -> Iterator[DocumentBatch]:
-    """Give the held-out documents, which are counted as they are read."""
+    """Give the held-out documents in mixed order, and count them while they are read."""
     documents = Documents(corpus, encoders, open_token_cache(config), config, held_out=True)
-    return (counts.add(chunk) for block in corpus.mixed_blocks() for chunk in documents.chunks(np.array(block)))
+    for block in corpus.mixed_blocks():
+        for chunk in documents.chunks(np.array(block)):
+            counts.add(chunk)
+            yield chunk
 
 
 def _take_each(corpus: Corpus, encoders: Encoders, config: DataConfig) -> NDArray[np.int32]:
-    """Give the first documents that have tokens, a row each."""
+    """Give the first documents that have tokens as rows of one array; DataError: there is none."""
     counts = HeldOutCounts()
     rows = (
         ImageRow(document, tokens)
@@ -170,28 +174,37 @@ def _take_each(corpus: Corpus, encoders: Encoders, config: DataConfig) -> NDArra
 
 
 def _pack(corpus: Corpus, encoders: Encoders, config: DataConfig, one_each: bool) -> NDArray[np.int32]:
+    """Give the first packed sequences, shape [items, rows, sequence_length]; DataError: there is none."""
     counts = HeldOutCounts()
     chunks = _read(corpus, encoders, config, counts)
     shape = Shape(config.longest_row, fill_id=0)
-    takes_all = config.eval_fraction == 1
     placed = ((Place(0, int(chunk.numbers[0])), chunk) for chunk in chunks)
     if one_each:
-        alone = (one.rows for one in windows.one_each(placed, 0, shape, ("held out",)))
-        packed = (_filled_up(rows, shape) for rows in alone if (rows[LABELS] != IGNORED).any())
+        alone = windows.one_each(placed, 0, shape, ("held out",))
+        packed = (_filled_up(rows, shape) for _, rows in _with_targets(alone))
     elif corpus.has_examples:
-        fitted = ((one, one.rows) for one in windows.best_fit(placed, 0, shape, ("held out",)))
-        packed = (_with_documents(one, rows, config) for one, rows in fitted if (rows[LABELS] != IGNORED).any())
+        fitted = windows.best_fit(placed, 0, shape, ("held out",))
+        packed = (_with_documents(sequence, rows, config) for sequence, rows in _with_targets(fitted))
     else:
-        ends = concat(placed, shape)
-        packed = (one.rows for one in ends if one.num_tokens == shape.length or (takes_all and one.num_tokens))
+        fewest = 1 if config.eval_fraction == 1 else shape.length
+        packed = (sequence.rows for sequence in concat(placed, shape) if sequence.num_tokens >= fewest)
     sequences = list(islice(packed, config.eval_sequences))
     if not sequences:
         raise explain_nothing(corpus, config, counts)
     return np.stack(sequences)
 
 
+def _with_targets(sequences: Iterable[Sequence]) -> Iterator[tuple[Sequence, NDArray[np.int32]]]:
+    """Give the sequences in which something is learned, each with its rows."""
+    for sequence in sequences:
+        # The rows are made when they are asked for.
+        rows = sequence.rows
+        if (rows[LABELS] != IGNORED).any():
+            yield sequence, rows
+
+
 def _filled_up(rows: NDArray[np.int32], shape: Shape) -> NDArray[np.int32]:
-    """Fill the rows of one document up to the length of a sequence, as a document of its own."""
+    """Fill the rows of one document up to the length of a sequence; the filling is a document without targets."""
     filled = np.full((len(rows), shape.length), shape.fill_id, dtype=np.int32)
     filled[:, : rows.shape[1]] = rows
     filled[LABELS, rows.shape[1] :] = IGNORED
@@ -200,7 +213,7 @@ def _filled_up(rows: NDArray[np.int32], shape: Shape) -> NDArray[np.int32]:
 
 
 def _with_documents(sequence: Sequence, rows: NDArray[np.int32], config: DataConfig) -> NDArray[np.int32]:
-    """Add a row that begins with the numbers of the documents, in their order; -1 after them."""
+    """Add a row of the numbers of the documents, in their order, -1 after them; only where columns are kept."""
     if not config.keep_columns:
         return rows
     documents = numbers_of(sequence.records)

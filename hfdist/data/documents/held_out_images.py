@@ -1,4 +1,7 @@
-"""Held-out rows of one document each, with their images, as an array that is cached: no image is in it."""
+"""Held-out documents with images, a row of tokens each: the rows are cached, and images are decoded when asked for.
+
+row of the array       document | number of tokens n | n tokens | zeros
+"""
 
 from __future__ import annotations
 
@@ -23,18 +26,18 @@ from hfdist.data.tokenization.image_tokens import ImageTokens
 
 
 class ImageRow(NamedTuple):
-    """A document, and its tokens with their marks. In the array: its number, how many tokens follow, and these."""
+    """A document by its canonical number, and its tokens; marks in them say which are targets and images."""
 
     document: int
     tokens: NDArray[np.integer]
 
 
 _BEFORE_TOKENS = 2
-"""Columns of the array before the tokens."""
+"""Columns of the array before the tokens: the document, and the number of tokens."""
 
 
 def write_rows(rows: Sequence[ImageRow]) -> NDArray[np.int32]:
-    """Give rows as an array, as wide as the longest needs."""
+    """Write one or more rows into an array, as wide as the longest row needs; shape [rows, columns]."""
     longest = max(len(row.tokens) for row in rows)
     written = np.zeros((len(rows), _BEFORE_TOKENS + longest), dtype=np.int32)
     for line, row in zip(written, rows, strict=True):
@@ -44,22 +47,24 @@ def write_rows(rows: Sequence[ImageRow]) -> NDArray[np.int32]:
 
 
 class HeldOutImages(Dataset[dict[str, torch.Tensor]]):
-    """Held-out rows whose images are decoded when an item is asked for.
+    """The items of held-out rows: what a forward takes of a row's tokens and images.
 
-    An item has what `image_row` gives: no two need have the same length or the same names. A preference is two
-    documents, its answers, and has what `packed_row` gives.
+    Items are not filled up: they may differ in length, and in the names of their tensors. The item of a preference has
+    two documents, its answers.
     """
 
     def __init__(self, rows: NDArray[np.int32], corpus: Corpus, images: ImageTokens, config: DataConfig) -> None:
+        """Take the `rows` that `write_rows` has written."""
         self._rows, self._corpus, self._images = rows, corpus, images
         self._reader = ImageReader(corpus, images, config)
-        self._are_pairs, self._keeps_columns = config.format is RowFormat.preference, config.keep_columns
+        self._are_pairs = config.format is RowFormat.preference
+        self._keeps_columns = config.keep_columns
 
     def __len__(self) -> int:
         return len(self._rows)
 
     def has_image(self, index: int) -> bool:
-        """Whether an item has an image, which this does not decode."""
+        """Whether an item has an image, without decoding it."""
         return bool(are_images(self._read(index).tokens).any())
 
     def images_of(self, index: int) -> dict[str, torch.Tensor]:
@@ -67,7 +72,7 @@ class HeldOutImages(Dataset[dict[str, torch.Tensor]]):
         return {name: values for name, values in self[index].items() if name not in self._images.text_names}
 
     def columns(self, index: int) -> Iterator[Mapping[str, object]]:
-        """Give the other columns of the row of an item; nothing at all without them."""
+        """Give the other columns of an item's document; nothing where `data.keep_columns` keeps none."""
         if self._keeps_columns:
             yield from self._corpus.columns([self._read(index).document]).values()
 
@@ -75,11 +80,13 @@ class HeldOutImages(Dataset[dict[str, torch.Tensor]]):
         document, tokens = self._read(index)
         length = len(tokens)
         records = make_records(1, document=document, num_tokens=length)
+        # A sequence of this document alone.
         sequence = self._reader.read(PackedSequence([tokens], [length], [], Place(), length, 1, records))
         if self._are_pairs:
             return packed_row(sequence, self._images, tells_images=True)
         return image_row(sequence, self._images)
 
     def _read(self, index: int) -> ImageRow:
-        document, num_tokens = self._rows[index][:_BEFORE_TOKENS].tolist()
-        return ImageRow(document, np.array(self._rows[index][_BEFORE_TOKENS : _BEFORE_TOKENS + num_tokens]))
+        row = self._rows[index]
+        document, num_tokens = row[:_BEFORE_TOKENS].tolist()
+        return ImageRow(document, np.array(row[_BEFORE_TOKENS : _BEFORE_TOKENS + num_tokens]))

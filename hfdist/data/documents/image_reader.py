@@ -1,7 +1,7 @@
-"""Images of sequences: decoded where sequences are read ahead, so that the rank itself never waits for one.
+"""The reader of a sequence's images, which workers call while they read ahead: training never waits for an image.
 
-A row whose image turns out to be damaged has its place already. As a quarantined one, it keeps the place, and teaches
-nothing: its images are black and its tokens have no targets.
+A row whose image turns out to be damaged has its place in the sequence already. It keeps the place and teaches nothing:
+its images become black, and its tokens have no targets.
 """
 
 from __future__ import annotations
@@ -24,37 +24,40 @@ from hfdist.errors import DataError
 
 
 class ImageReader:
-    """Gives sequences of whole documents the tensors of their images."""
+    """Reads the images of sequences of whole documents, as tensors that a forward takes."""
 
     def __init__(self, corpus: Corpus, images: ImageTokens, config: DataConfig) -> None:
-        self._corpus, self._images, self._stops = corpus, images, config.on_bad_rows is BadRows.error
+        self._corpus, self._images = corpus, images
+        self._stops = config.on_bad_rows is BadRows.error
 
     def read(self, sequence: Sequence) -> Sequence:
-        """Give a sequence with its images; one without as it is.
+        """Give a sequence with its images; a sequence without images stays as it is.
 
         DataError: an image is damaged and `data.on_bad_rows` is `error`, or the data have changed.
         """
-        parts = sequence.parts
-        counts = [int(are_images(part).sum()) for part in parts]
-        if not any(counts):
+        num_features = [int(are_images(part).sum()) for part in sequence.parts]
+        if not any(num_features):
             return sequence
-        documents, ends = numbers_of(sequence.records).tolist(), list(accumulate(sequence.lengths))
-        images, blanks, problems = {}, [*sequence.blanks], [*sequence.problems]
-        # The filling comes after the pieces of documents.
-        for piece, (document, num_features) in enumerate(zip(documents, counts, strict=False)):
-            if not num_features:
+        documents = numbers_of(sequence.records).tolist()
+        ends = list(accumulate(sequence.lengths))
+        images: dict[int, PieceImages] = {}
+        blanks, problems = [*sequence.blanks], [*sequence.problems]
+        # Each document is a piece of the sequence; what only fills it up comes after them.
+        for piece, document in enumerate(documents):
+            if not num_features[piece]:
                 continue
-            num_repeats = 1 + len(begin(parts[piece]))
-            images[piece], error = self._images_of(document, num_features, num_repeats)
+            num_repeats = 1 + len(begin(sequence.parts[piece]))
+            images[piece], error = self._images_of(document, num_features[piece], num_repeats)
             if error is not None:
                 blanks.append((ends[piece] - sequence.lengths[piece], ends[piece]))
                 problems.append(Problem(document, str(error)))
         return sequence._replace(images=images, blanks=blanks, problems=tuple(problems))
 
     def _images_of(self, document: int, num_features: int, num_repeats: int) -> tuple[PieceImages, ContentError | None]:
-        """Give the images of a row, and what is wrong with them, which are black then.
+        """Give the images of a document, or black ones and the error where an image is damaged.
 
-        `num_features` tokens stand for all its images, `num_repeats` times: both answers of a preference have them.
+        The document's tokens have the places of `num_features` features in all. Its images stand in it `num_repeats`
+        times: in both answers of a preference.
         """
         files = self._corpus.images(document)
         if num_repeats * sum(self._images.num_features(file.size) for file in files) != num_features:

@@ -1,6 +1,6 @@
-"""What the files of a run held, noted beside its ledger: a resumed run names the files and rows that have changed.
+"""The inventory of a corpus: what its files held, noted beside a run's ledger, so that a resumed run names changes.
 
-A part of a file is known by its hash alone, at most 1024 of them a file: see `part_bytes`.
+It is a file of JSON lines, one for each shard. What a shard holds is noted as hashes of at most 1,024 parts.
 """
 
 from __future__ import annotations
@@ -12,11 +12,13 @@ from dataclasses import asdict, dataclass
 from functools import cached_property
 from itertools import islice
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from hfdist.atomic_write import remove_unfinished, write_atomically
 from hfdist.data.cache import digest_of, digest_of_pieces
+from hfdist.data.sources.base import FilePlace
 from hfdist.data.sources.changed_rows import changed_rows
 from hfdist.data.sources.shards import NamedShards, ShardFacts, Shards, json_of_pieces
 from hfdist.data.storage.identity import Contents
@@ -30,16 +32,18 @@ _SHOWN_FILES = 8
 
 @dataclass(frozen=True)
 class _Entry:
-    """What is noted of a shard: a line of the file."""
+    """The line of a shard in the inventory."""
 
     name: str
     """Name of the shard, as SOURCE:FILE."""
     rows: int
+    """Number of rows."""
     identity: str
+    """Digest of the file's size and ends, and of the columns that are read: `Shard.identity`."""
     parts: str | None
-    """`Shard.contents` in hexadecimal digits."""
-    place: tuple[str, str] | None
-    """`Shard.place`."""
+    """Hashes of the parts of the file, as hexadecimal digits; None: there are none."""
+    place: FilePlace | None
+    """Address and version of a file whose changes may show nowhere else; None: they show in the fields above."""
 
     @classmethod
     def of(cls, source: str, facts: ShardFacts) -> _Entry:
@@ -47,18 +51,29 @@ class _Entry:
 
     @property
     def contents(self) -> Contents | None:
+        """`parts` as numbers; shape [parts]."""
         return None if self.parts is None else np.frombuffer(bytes.fromhex(self.parts), dtype="<u8")
 
 
+class _Change(NamedTuple):
+    """A shard that has changed, in the words of a message."""
+
+    text: str
+    number: int = -1
+    """Canonical number of the shard; -1: it is new or gone, so that there are no entries to compare."""
+    old: _Entry | None = None
+    new: _Entry | None = None
+
+
 class Inventory:
-    """All shards of a corpus, with the names of their sources, in canonical order."""
+    """The entries of all shards of a corpus, in canonical order; shards are not opened for them."""
 
     def __init__(self, sources: Mapping[str, Shards]) -> None:
         self._sources = sources
 
     @cached_property
     def digest(self) -> str:
-        """Digest of all that does not depend on the machine: name, rows, identity and contents of each shard."""
+        """Digest of what is the same on every machine: name, rows, identity and parts of each shard."""
         pieces = (one for source, shards in self._sources.items() for one in shards.contents_as_json(source))
         return digest_of_pieces(json_of_pieces("[", pieces, "]"))
 
@@ -66,23 +81,26 @@ class Inventory:
         return (_Entry.of(source, one) for source, shards in self._sources.items() for one in shards.facts())
 
     def write(self, folder: Path) -> None:
-        """Write the inventory into a ledger's folder, unless it is there."""
+        """Write the inventory into the folder of a ledger, unless it is there."""
         path = _path(folder, self.digest)
         if not path.is_file():
             lines = (json.dumps(asdict(entry)).encode() + b"\n" for entry in self._entries())
             write_atomically(path, lambda out: out.writelines(lines))
 
     def clear_unfinished(self, folder: Path) -> None:
-        """Delete from a ledger's folder what a killed `write` has left. No rank may be writing."""
+        """Delete from the folder of a ledger what a killed `write` has left. No rank may be writing."""
         remove_unfinished(_path(folder, self.digest))
 
     def check(self, digest: str, folder: Path | None, *, may_change: bool) -> None:
-        """Compare with what a checkpoint counts on, and say what cannot be compared.
+        """Compare this inventory with that of a checkpoint, and warn of files that cannot be compared.
 
         Args:
-            digest: of the inventory of the run that has saved.
-            folder: of that run's ledger, where there is one.
-            may_change: warn of what has changed, instead of raising a CheckpointError.
+            digest: Digest of the inventory of the run that saved the checkpoint.
+            folder: Folder of that run's ledger; None: there is none.
+            may_change: Whether files may have changed, which is then logged as a warning.
+
+        Raises:
+            CheckpointError: Files have changed, and `may_change` is false.
         """
         touched = self._touched(digest, folder)
         if touched:
@@ -103,7 +121,7 @@ class Inventory:
             logger.warning("changed since the checkpoint, and read as it is now: %s", change)
 
     def changes_since(self, digest: str, folder: Path | None) -> list[str]:
-        """Say in which files and rows the content has changed: at most some lines, one for each file; see `check`."""
+        """Describe the first files that have changed since a checkpoint, a line each; `check` has the arguments."""
         if digest == self.digest:
             return []
         before = _read_entries(folder, digest)
@@ -112,34 +130,39 @@ class Inventory:
         return self._first_changes(before)
 
     def changes_from(self, before: Inventory) -> list[str]:
-        """Say the same of another inventory."""
+        """Describe the first files whose content differs from that of another inventory, a line each."""
         return self._first_changes(before._entries())
 
     def _first_changes(self, before: Iterable[_Entry]) -> list[str]:
         changes = self._changes({entry.name: entry for entry in before})
-        shards = NamedShards(self._sources)
-        # Files are opened for those alone that are shown: a million may have changed.
-        lines = [
-            text if pair is None else text + changed_rows(shards[number][1], pair[0].contents, pair[1].contents)
-            for text, number, pair in islice(changes, _SHOWN_FILES)
-        ]
-        more = sum(1 for _ in changes)
-        return [*lines, f"and {count(more, 'more file')}"] if more else lines
+        # Only the files that are shown are opened for their rows: a million may have changed.
+        lines = [self._describe(change) for change in islice(changes, _SHOWN_FILES)]
+        num_more = sum(1 for _ in changes)
+        return [*lines, f"and {count(num_more, 'more file')}"] if num_more else lines
 
-    def _changes(self, before: dict[str, _Entry]) -> Iterator[tuple[str, int, tuple[_Entry, _Entry] | None]]:
-        """Say what has changed, and give the shard's number and, where its rows may be told, both entries."""
+    def _changes(self, before: dict[str, _Entry]) -> Iterator[_Change]:
+        """Give what has changed since the entries `before`, which have the names of their shards."""
+        gone = dict(before)
         for number, entry in enumerate(self._entries()):
-            old = before.pop(entry.name, None)
+            old = gone.pop(entry.name, None)
             if old is None:
-                yield f"{entry.name} is new", number, None
+                yield _Change(f"{entry.name} is new")
             elif old.rows != entry.rows:
-                yield f"{entry.name} has {entry.rows:,} rows, not {old.rows:,}", number, (old, entry)
-            elif old.identity != entry.identity or _differ(old, entry):
-                yield entry.name, number, (old, entry)
-        yield from ((f"{name} is gone", -1, None) for name in before)
+                yield _Change(f"{entry.name} has {entry.rows:,} rows, not {old.rows:,}", number, old, entry)
+            elif old.identity != entry.identity or _have_other_parts(old, entry):
+                yield _Change(entry.name, number, old, entry)
+        for name in gone:
+            yield _Change(f"{name} is gone")
+
+    def _describe(self, change: _Change) -> str:
+        """Describe a change with its rows, where they can be told."""
+        if change.old is None or change.new is None:
+            return change.text
+        _, shard = NamedShards(self._sources)[change.number]
+        return change.text + changed_rows(shard, change.old.contents, change.new.contents)
 
     def _touched(self, digest: str, folder: Path | None) -> list[str]:
-        """Give the files whose times or addresses differ, and of which only sizes and ends are known to be the same."""
+        """Give the names of files with other times or addresses, of which only sizes and ends can be compared."""
         if not any(shards.has_places for shards in self._sources.values()):
             return []
         places = {entry.name: entry.place for entry in _read_entries(folder, digest) or ()}
@@ -148,25 +171,30 @@ class Inventory:
 
 
 def _read_entries(folder: Path | None, digest: str) -> list[_Entry] | None:
-    """Read what was noted in a ledger's folder; None: it is not there, or damaged."""
+    """Read the inventory of a digest from the folder of a ledger; None: it is not there, or damaged."""
     if folder is None:
         return None
     try:
         lines = _path(folder, digest).read_bytes().splitlines()
-        values = [json.loads(line) for line in lines]
-        entries = [_Entry(**{**value, "place": value["place"] and tuple(value["place"])}) for value in values]
+        entries = [_read_entry(json.loads(line)) for line in lines]
     except (OSError, ValueError, TypeError, KeyError):
         return None
     return entries if _digest_of(entries) == digest else None
 
 
+def _read_entry(values: dict[str, Any]) -> _Entry:
+    place = values.pop("place")
+    return _Entry(**values, place=None if place is None else FilePlace(*place))
+
+
 def _digest_of(entries: Sequence[_Entry]) -> str:
+    """Hash entries as `Inventory.digest` does."""
     return digest_of([[entry.name, entry.rows, entry.identity, entry.parts] for entry in entries])
 
 
-def _differ(old: _Entry, entry: _Entry) -> bool:
-    """Whether both are known and not the same."""
-    return None not in (old.parts, entry.parts) and old.parts != entry.parts
+def _have_other_parts(old: _Entry, new: _Entry) -> bool:
+    """Whether the parts of both entries are known and differ."""
+    return old.parts is not None and new.parts is not None and old.parts != new.parts
 
 
 def _path(folder: Path, digest: str) -> Path:

@@ -1,4 +1,4 @@
-"""Why no sequence is held out, and what changes that."""
+"""The error of a held-out set without a sequence: it says why there is none, and proposes what changes that."""
 
 from __future__ import annotations
 
@@ -14,31 +14,34 @@ from hfdist.errors import DataError
 _SHARE = "data.eval_fraction"
 _EVALUATE_NOTHING = f"{_SHARE}=0, which evaluates nothing"
 _LIKELY_DOCUMENTS = 10
-"""A share of so many documents on average holds some."""
+"""Number of held-out documents that a hint aims at: with so many on average, there are some."""
 _LARGEST_SHARE = 0.5
 """Largest share that a hint proposes."""
 
 
 class HeldOutCounts:
-    """What became of the documents that were read for a held-out set."""
+    """Counts of what became of the documents that were read for a held-out set."""
 
     def __init__(self) -> None:
         self.fates: Counter[int] = Counter()
+        """Number of documents by their `Status`."""
         self.num_tokens = 0
+        """Number of tokens of all documents that are held out."""
 
-    def add(self, chunk: DocumentBatch) -> DocumentBatch:
-        """Count the documents of a chunk, and give the chunk on."""
+    def add(self, chunk: DocumentBatch) -> None:
+        """Count the documents of a chunk."""
         self.fates.update(chunk.fates.tolist())
         self.num_tokens += int(chunk.lengths.sum())
-        return chunk
 
     @property
     def num_drawn(self) -> int:
-        """Documents on this side of the split that have a text; nobody knows the side of a bad one."""
-        return self.fates.total() - sum(self.fates[fate] for fate in (Status.held_out, Status.empty, Status.bad))
+        """Number of documents that fell on the held-out side and have a text; a bad document is on no side."""
+        # Of a held-out set, `Status.held_out` says that a document is on the other side: it is trained on.
+        others = (Status.held_out, Status.empty, Status.bad)
+        return self.fates.total() - sum(self.fates[fate] for fate in others)
 
     def __str__(self) -> str:
-        """Name the reasons for which documents are left out."""
+        """Name the reasons for which documents are left out, each with a number; without any, name the tokens."""
         reasons = {Status.no_target: "without a target", Status.too_long: "too long", Status.bad: "bad",
                    Status.empty: "empty", Status.quarantined: "quarantined"}  # fmt: skip
         counted = [f"{self.fates[fate]:,} {words}" for fate, words in reasons.items() if self.fates[fate]]
@@ -46,7 +49,7 @@ class HeldOutCounts:
 
 
 def explain_nothing(corpus: Corpus, config: DataConfig, counts: HeldOutCounts) -> DataError:
-    """Say why there is no sequence, by what was found, and what changes that."""
+    """Give the error that says why there is no sequence, by `counts` of the documents, and what changes that."""
     if config.eval_fraction == 1 or (corpus.has_examples and counts.num_drawn):
         return _nothing_to_learn(corpus, config, counts)
     if not counts.num_drawn:
@@ -55,9 +58,10 @@ def explain_nothing(corpus: Corpus, config: DataConfig, counts: HeldOutCounts) -
 
 
 def _nothing_to_learn(corpus: Corpus, config: DataConfig, counts: HeldOutCounts) -> DataError:
-    """Say why no held-out document has a target: of examples, or of sources that are held out as a whole."""
+    """Say why no held-out document has a target, of examples or of sources that are held out as a whole."""
     takes_all = config.eval_fraction == 1
-    found = f"{corpus.num_documents if takes_all else counts.num_drawn:,} documents: {counts}"
+    num_documents = corpus.num_documents if takes_all else counts.num_drawn
+    found = f"{num_documents:,} documents: {counts}"
     hint: str | None = None if takes_all else _EVALUATE_NOTHING
     if counts.fates[Status.too_long]:
         hint = "a larger data.sequence_length"
@@ -74,7 +78,7 @@ def _nothing_to_learn(corpus: Corpus, config: DataConfig, counts: HeldOutCounts)
 
 
 def _none_drawn(corpus: Corpus, config: DataConfig, counts: HeldOutCounts) -> DataError:
-    """Say why no document stands on the held-out side."""
+    """Say why no document fell on the held-out side."""
     what = "no document was drawn for the held-out set"
     found = f"{config.eval_fraction:g} of {corpus.num_documents:,} documents"
     if counts.fates[Status.bad]:
@@ -96,11 +100,13 @@ def _none_drawn(corpus: Corpus, config: DataConfig, counts: HeldOutCounts) -> Da
 
 
 def _has_text(corpus: Corpus) -> bool:
+    """Whether some document has more than white space."""
     return any(corpus.text(number).strip() for number in range(corpus.num_documents))
 
 
 def _too_few_tokens(config: DataConfig, counts: HeldOutCounts) -> DataError:
     """Say that the text of the held-out documents is shorter than a sequence."""
+    # Twice the share that would give one sequence, as texts differ in length.
     wanted = 2 * config.eval_fraction * config.sequence_length / max(counts.num_tokens, 1)
     return DataError(
         "the held-out documents do not fill one sequence",
@@ -112,7 +118,7 @@ def _too_few_tokens(config: DataConfig, counts: HeldOutCounts) -> DataError:
 
 
 def _hint_of_share(wanted: float, otherwise: str) -> str:
-    """Give the share that is wanted, or what helps `otherwise` where the share would be too large."""
+    """Give the hint of a larger `data.eval_fraction`, or the hint `otherwise` where that would be too large."""
     if wanted > _LARGEST_SHARE:
         return otherwise
     return f"data.eval_fraction={wanted:.1g}, or {_EVALUATE_NOTHING}"

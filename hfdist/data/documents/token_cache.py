@@ -1,7 +1,10 @@
-"""Tokens of documents, kept on this machine for the next epoch and the next run.
+"""The cache of tokens: documents that were tokenized are kept on this machine for the next epoch and the next run.
 
-One SQLite file that many processes share: ranks and their loader workers, of several runs. It is only ever an
-optimization: whatever is wrong with it costs a warning and the time to tokenize again, never a run.
+It is one SQLite file that many processes share: ranks and their loader workers, of several runs. It only saves time:
+whatever is wrong with the file costs a warning and the time to tokenize again, never a run.
+
+    shards   (id, key, used)                                       a row for each shard; `used`: seconds since 1970
+    rows     (shard, row, text_digest, width, checksum, tokens)    a row for each document; `width`: bytes of a token
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import groupby
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from filelock import FileLock
@@ -26,19 +30,24 @@ from hfdist.data.sources.base import TokenRow
 
 logger = logging.getLogger(__name__)
 
-# Part of every key. To be counted up when `text_encoder.Encoder` gives other tokens for the same text and tokenizer.
 _TOKENIZING = 1
+"""Version in every key; it is raised when the same text and tokenizer give other tokens."""
 
-_APPLICATION = 0x68666474  # says in the file's header whose it is
+_APPLICATION = 0x68666474
+"""Number in the header of the file, which says that it is a token cache."""
 _FORMAT = 1
+"""Version of the tables."""
 _PAGE_BYTES = 1 << 14
 _BUSY_SECONDS = 10.0
-# A shard's last use is written down this often, so that reading seldom writes.
+"""Seconds for which a process waits for others that write."""
 _TOUCH_SECONDS = 600
-# What one `put` evicts at the most, so that it never holds the others up for long.
+"""Seconds between two notes of a shard's use, so that reading seldom writes."""
 _EVICTED_ROWS = 1 << 13
-# Some builds of SQLite take 999 values.
+"""Rows that one `put` evicts at the most, so that it never holds the others up for long."""
 _ROWS_A_QUERY = 900
+"""Rows that one query asks for: some builds of SQLite take no more than 999 values."""
+_DIGEST_SHIFT = 1 << 63
+"""Number that makes a hash below 2**64 an integer of SQLite, which has a sign."""
 _SCHEMA = f"""
 BEGIN IMMEDIATE;
 CREATE TABLE shards (id INTEGER PRIMARY KEY AUTOINCREMENT, key TEXT NOT NULL UNIQUE, used INTEGER NOT NULL);
@@ -49,11 +58,23 @@ PRAGMA application_id = {_APPLICATION};
 PRAGMA user_version = {_FORMAT};
 COMMIT;
 """
-_Columns = tuple[int, int, int, int, bytes]
+
+
+class _StoredRow(NamedTuple):
+    """A row of the table `rows`, without its shard."""
+
+    row: int
+    text_digest: int
+    """Hash of the text, less `_DIGEST_SHIFT`."""
+    width: int
+    """Bytes of a token: 2, or 4 with a sign."""
+    checksum: int
+    tokens: bytes
+    """Tokens, little-endian."""
 
 
 def shard_key(local_identity: str, tokenizer_digest: str) -> str:
-    """Give the name under which a shard's tokens are kept, made of all that decides them."""
+    """Give the key of a shard's tokens: a hash of all that decides them."""
     text = json.dumps([_TOKENIZING, local_identity, tokenizer_digest])
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
@@ -75,12 +96,19 @@ class TokenCache:
         self._may_read = self._may_write = max_bytes > 0
         self._began = int(time.time())
         self._connection: sqlite3.Connection | None = None
-        close = weakref.WeakMethod(self.close)
-        os.register_at_fork(before=lambda: (method := close()) and method())
+        # A weak reference, since the handler lives as long as the process.
+        weak_close = weakref.WeakMethod(self.close)
+
+        def close_before_fork() -> None:
+            close = weak_close()
+            if close is not None:
+                close()
+
+        os.register_at_fork(before=close_before_fork)
 
     def get(self, shard: str, rows: Sequence[int]) -> dict[int, TokenRow]:
-        """Give those of the rows that are kept, by number; their token arrays are views of one."""
-        found: list[_Columns] = []
+        """Give the rows of a shard that are kept, by their numbers; tokens may be views of one read-only array."""
+        found: list[_StoredRow] = []
         if self._may_read and rows:
             with self._guard(writes=False):
                 found = self._find(shard, rows)
@@ -94,7 +122,7 @@ class TokenCache:
         # The connection commits, or rolls back what an error has not rolled back already.
         with self._guard(writes=True), self._connect() as connection:
             connection.execute("BEGIN IMMEDIATE")
-            if self._make_room(connection, sum(len(row[-1]) for row in encoded)):
+            if self._make_room(connection, sum(len(row.tokens) for row in encoded)):
                 number = self._use(connection, shard)
                 connection.executemany(f"INSERT OR IGNORE INTO rows VALUES ({number}, ?, ?, ?, ?, ?)", encoded)
 
@@ -104,31 +132,32 @@ class TokenCache:
             self._connection.close()
             self._connection = None
 
-    def _find(self, shard: str, rows: Sequence[int]) -> list[_Columns]:
+    def _find(self, shard: str, rows: Sequence[int]) -> list[_StoredRow]:
         """Give the rows that are kept; sqlite3.DatabaseError: one is not as it was written."""
         connection = self._connect()
         known = connection.execute("SELECT id, used FROM shards WHERE key = ?", (shard,)).fetchone()
         if known is None:
             return []
         number, used = known
-        found: list[_Columns] = []
+        found: list[_StoredRow] = []
         for start in range(0, len(rows), _ROWS_A_QUERY):
             some = rows[start : start + _ROWS_A_QUERY]
-            found += connection.execute(
+            cursor = connection.execute(
                 "SELECT row, text_digest, width, checksum, tokens FROM rows "
                 f"WHERE shard = ? AND row IN ({', '.join('?' * len(some))})",
                 (number, *some),
-            ).fetchall()
-        for row, digest, width, checksum, tokens in found:
-            if _checksum(row, digest, width, tokens) != checksum:
-                raise sqlite3.DatabaseError(f"row {row} is not as it was written")
+            )
+            found += map(_StoredRow._make, cursor)
+        for stored in found:
+            if _checksum(stored.row, stored.text_digest, stored.width, stored.tokens) != stored.checksum:
+                raise sqlite3.DatabaseError(f"row {stored.row} is not as it was written")
         if self._may_write and used < max(self._began, time.time() - _TOUCH_SECONDS):
             with self._guard(writes=True):
                 connection.execute("UPDATE shards SET used = ? WHERE id = ?", (int(time.time()), number))
         return found
 
     def _use(self, connection: sqlite3.Connection, shard: str) -> int:
-        """Give the number of a shard, new or known, and write down its use."""
+        """Give the id of a shard, new or known, and note that it is used now."""
         connection.execute(
             "INSERT INTO shards (key, used) VALUES (?, ?) ON CONFLICT (key) DO UPDATE SET used = excluded.used",
             (shard, int(time.time())),
@@ -137,9 +166,9 @@ class TokenCache:
         return int(number)
 
     def _make_room(self, connection: sqlite3.Connection, new_bytes: int) -> bool:
-        """Evict shards of earlier runs until there is room for `new_bytes`; whether there is.
+        """Evict shards that earlier runs used until there is room for `new_bytes`; give whether there is.
 
-        The pages that this frees are used again, so that the file does not grow.
+        SQLite uses the pages that this frees again, so that the file does not grow.
         """
         left_rows = _EVICTED_ROWS
         while _used_bytes(connection) + new_bytes > self._max_bytes:
@@ -159,9 +188,10 @@ class TokenCache:
 
     @contextmanager
     def _guard(self, *, writes: bool) -> Iterator[None]:
-        """Turn what is wrong with the file into a warning, and go on without it, or without adding to it.
+        """Turn an error of the file into a warning; after it, nothing is added, and perhaps nothing is read any more.
 
-        A damaged file is left as it is: other processes may have it open, and SQLite finds a file by its name.
+        Reading goes on only if a write has failed in a file that could be opened. A damaged file is left as it is:
+        other processes may have it open, and SQLite finds a file by its name.
         """
         try:
             yield
@@ -176,6 +206,7 @@ class TokenCache:
             logger.warning("the token cache %s is not used %s from here on: %s%s", self._path, use, error, hint)
 
     def _connect(self) -> sqlite3.Connection:
+        """Give the open connection, or open one."""
         if self._connection is None:
             self._path.parent.mkdir(parents=True, exist_ok=True)
             # One process at a time makes the file.
@@ -193,7 +224,7 @@ class TokenCache:
 
 
 def _prepare(connection: sqlite3.Connection) -> None:
-    """Make the tables where the file is new; sqlite3.DatabaseError where it is something else."""
+    """Make the tables of a new file; sqlite3.DatabaseError: the file is no token cache of this version."""
     connection.execute(f"PRAGMA page_size = {_PAGE_BYTES}")
     (application,) = connection.execute("PRAGMA application_id").fetchone()
     (version,) = connection.execute("PRAGMA user_version").fetchone()
@@ -208,42 +239,45 @@ def _prepare(connection: sqlite3.Connection) -> None:
 
 
 def _used_bytes(connection: sqlite3.Connection) -> int:
+    """Give the bytes of the file that hold something."""
     query = "SELECT page_count - freelist_count FROM pragma_page_count(), pragma_freelist_count()"
     return int(connection.execute(query).fetchone()[0]) * _PAGE_BYTES
 
 
-def _encode(rows: Mapping[int, TokenRow]) -> list[_Columns]:
-    """Rows as they are kept: little-endian, in the narrowest type that holds them all, in order of their numbers."""
+def _encode(rows: Mapping[int, TokenRow]) -> list[_StoredRow]:
+    """Encode rows in order of their numbers, in the narrowest type that holds the tokens of all of them."""
     numbers = sorted(rows)
     tokens = np.concatenate([rows[number].tokens for number in numbers])
-    # Complements of context tokens are negative, and come back as such from four bytes.
+    # Complements of context tokens are negative: four bytes give them back with their sign.
     width = 2 if tokens.min(initial=0) >= 0 and tokens.max(initial=0) < 1 << 16 else 4
     whole = memoryview(tokens.astype(f"<u{width}").tobytes())
-    encoded, start = [], 0
+    encoded: list[_StoredRow] = []
+    start = 0
     for number in numbers:
         row = rows[number]
         stop = start + width * len(row.tokens)
         blob = bytes(whole[start:stop])
-        # SQLite's integers are signed.
-        digest = row.text_digest - (1 << 63)
-        encoded.append((number, digest, width, _checksum(number, digest, width, blob), blob))
+        digest = row.text_digest - _DIGEST_SHIFT
+        encoded.append(_StoredRow(number, digest, width, _checksum(number, digest, width, blob), blob))
         start = stop
     return encoded
 
 
 def _checksum(row: int, digest: int, width: int, tokens: bytes) -> int:
+    """Give the CRC-32 of the tokens of a row, begun with what else the row holds."""
     return zlib.crc32(tokens, (row ^ width ^ digest ^ digest >> 32) & 0xFFFFFFFF)
 
 
-def _decode(rows: Sequence[_Columns]) -> dict[int, TokenRow]:
+def _decode(rows: Sequence[_StoredRow]) -> dict[int, TokenRow]:
+    """Decode rows, by number; those of one width are decoded together, which is faster than one by one."""
     decoded: dict[int, TokenRow] = {}
-    for width, alike in groupby(rows, key=lambda columns: columns[2]):
-        together = list(alike)
-        tokens = np.frombuffer(b"".join([columns[-1] for columns in together]), f"<u{width}").astype(np.int32)
+    for width, group in groupby(rows, key=lambda stored: stored.width):
+        alike = list(group)
+        tokens = np.frombuffer(b"".join([stored.tokens for stored in alike]), f"<u{width}").astype(np.int32)
         tokens.flags.writeable = False
         start = 0
-        for number, digest, _, _, blob in together:
-            stop = start + len(blob) // width
-            decoded[number] = TokenRow(tokens[start:stop], digest + (1 << 63))
+        for stored in alike:
+            stop = start + len(stored.tokens) // width
+            decoded[stored.row] = TokenRow(tokens[start:stop], stored.text_digest + _DIGEST_SHIFT)
             start = stop
     return decoded

@@ -1,1 +1,1 @@
-"""Where documents come from: each source lists shards with their row counts, and reads a row by number."""
+"""The sources of documents: a source lists its shards with their numbers of rows, and a shard reads rows by number."""

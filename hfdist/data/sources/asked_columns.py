@@ -1,4 +1,4 @@
-"""The columns that a config asks for in the rows of a source, and what is proposed where the rows have others."""
+"""The columns that a config asks for in the rows of a source, and what messages propose where rows have others."""
 
 from __future__ import annotations
 
@@ -18,11 +18,13 @@ _NEEDED = {format: form.needed for format, form in FORMS_BY_NAME.items()} | {
     RowFormat.auto: FORMS[RowFormat.prompt_completion].needed,
     RowFormat.preference: ("prompt", "chosen", "rejected"),
 }
-"""The columns that a hint names where those of the rows tell nothing by their names, in their order."""
+"""Columns of each format, for hints: where names tell nothing, the columns of the rows are proposed in this order."""
 _NUMBERS = ("id", "idx", "index")
+"""Columns that count rows."""
 _NO_TEXTS = (*_NUMBERS, "url", "source", "time", "timestamp", "date", "created", "label", "language", "lang", "uuid")
+"""Columns that hold texts which are no documents."""
 _TEXT_COLUMNS = ("content", "body", "raw_text", "raw_content", "document", "article", "passage", "story", "code")
-"""Columns that hold the text in many datasets."""
+"""Columns that hold the text in many datasets, the most likely first."""
 _INDEX_OPTIONS = {
     RowFormat.text: "",
     RowFormat.preference: " --config-name=tune",
@@ -30,12 +32,13 @@ _INDEX_OPTIONS = {
     RowFormat.retrieval: " --config-name=tune task=embed",
     RowFormat.source_target: " --config-name=tune task=seq2seq",
 }
+"""What the command that indexes rows of a format has besides; of other formats their name."""
 _TAKES_TEXT = "rows of text: hfdist tokenizes them itself; in Python, hfdist.Trainer takes rows of input_ids and labels"
 
 
 @dataclass(frozen=True)
 class AskedColumns:
-    """What `data.sources.NAME` says of the columns of its rows."""
+    """What the config says of the columns of one source: `data.sources.NAME`, or else `data`."""
 
     text: Column = TEXT
     """The column of plain text."""
@@ -43,11 +46,11 @@ class AskedColumns:
     section: str = "data.sources.NAME"
     """Key of the source in the config, for messages."""
     mapped: tuple[tuple[str, Column], ...] = ()
-    """Columns of formats that have another name in the rows."""
+    """Names of columns in a format, each with the column of the rows that holds it under another name."""
     columns_key: str = "data.columns"
-    """Key of the config that maps them."""
+    """Key of the config that gave `mapped`."""
     keeps_columns: bool = False
-    """Whether examples hold what their format does not read, too."""
+    """Whether examples also hold the columns that their format does not read."""
 
     @property
     def gives_examples(self) -> bool:
@@ -62,22 +65,24 @@ class AskedColumns:
             return [FORMS_BY_NAME[self.format], *OTHER_NAMES.get(self.format, ())]
         forms = [*FORMS.values(), RowColumns(("text",), (), from_text)]
         names = {name for name, _ in self.mapped}
-        # Who names a column means a format that has it.
+        # A column that the config names tells which format is meant: formats that have it come first.
         return sorted(forms, key=lambda form: names.isdisjoint((*form.needed, *form.optional)))
 
     @property
     def index_command(self) -> str:
-        """The command that indexes what is read so; it composes a pretraining, which takes no rows of other tasks."""
+        """The command that indexes these rows; it needs the task, since a pretraining takes no rows of other tasks."""
         # Rewards alone read the other columns.
         return "hfdist index --config-name=tune task=grpo" if self.keeps_columns else _index_command(self.format)
 
     def no_text(self, present: Mapping[str, Kind], where: str, *, is_row: bool = False) -> ContentError:
-        """Make the error of rows without the column of plain text, with what would read them.
+        """Make the error of rows without the column of plain text; its hint names what would read them.
 
-        `present` says what the values of each column are; `is_row`: of one row, and not of a whole file.
+        `present` has the columns with the kinds of their values; `is_row` says that they are of one row, and not of a
+        whole file.
         """
         # Where the column was named, or other rows of the file have it, it stays beside the one that is proposed.
-        has_asked, column = is_row or self.text != TEXT, self._likely_text(present)
+        has_asked = is_row or self.text != TEXT
+        column = self._likely_text(present)
         as_text = None if column is None else self.name_texts([column], has_asked=has_asked)
         instead = self._instead_of_text(present, as_text)
         return ContentError(
@@ -91,12 +96,15 @@ class AskedColumns:
     def _likely_text(self, present: Mapping[str, Kind]) -> str | None:
         """Guess which column holds the texts; None: there is no text."""
         texts = [column for column, kind in present.items() if kind is Kind.text]
-        free = [column for column in texts if column not in _NO_TEXTS and len(column) > 1] or texts
-        likely = [column for column in _TEXT_COLUMNS if column in free]
-        return nearest(self.text.paths[0], likely[:1] or free, cutoff=0.0)
+        # A name of one letter says as little as a number.
+        plausible = [column for column in texts if column not in _NO_TEXTS and len(column) > 1] or texts
+        for column in _TEXT_COLUMNS:
+            if column in plausible:
+                return column
+        return nearest(self.text.paths[0], plausible, cutoff=0.0)
 
     def _instead_of_text(self, present: Mapping[str, Kind], as_text: str | None) -> str | None:
-        """Say what takes rows that are no plain text, and how they could be read as such; None: they may be text."""
+        """Name the command for rows that are no plain text, and how to read them as text; None: they may be text."""
         if "input_ids" in present:
             return _TAKES_TEXT
         if FORMS_BY_NAME[RowFormat.preference].fits(present):
@@ -110,12 +118,13 @@ class AskedColumns:
         return f"{learns}{as_text}; to index them: {_index_command(format)}"
 
     def name_texts(self, columns: Iterable[str], *, has_asked: bool) -> str:
-        """Write the override that names the text columns of several files; `has_asked`: one has what is asked for."""
-        names = [*dict.fromkeys([*(self.text.paths if has_asked else ()), *columns])]
+        """Write the override that names the text columns of several files; `has_asked`: one has what was asked for."""
+        asked = self.text.paths if has_asked else ()
+        names = list(dict.fromkeys([*asked, *columns]))
         return in_shell(f"{self.section}.text", names if len(names) > 1 else names[0])
 
     def _propose(self, found: Mapping[str, str]) -> str:
-        """Propose columns; pairs that may be of a chat are proposed as turns, too."""
+        """Propose columns of the rows for those of the format; prompt and completion may be turns of a chat, too."""
         hint = f"{self._name_columns(found)} if these columns hold them"
         if self.format is RowFormat.auto and found.keys() == {"prompt", "completion"}:
             turns = {"instruction": found["prompt"], "output": found["completion"]}
@@ -126,7 +135,7 @@ class AskedColumns:
         return in_shell(self.columns_key, dict(columns))
 
     def no_format(self, present: Mapping[str, Kind], where: str, *, is_row: bool = False) -> ContentError:
-        """Make the error of rows whose columns fit no format that is allowed; the arguments are as of `no_text`."""
+        """Make the error of rows whose columns fit no format that is allowed; `no_text` explains the arguments."""
         return ContentError(
             "the columns fit no format of examples" if self.format is RowFormat.auto else "columns are missing",
             where=where,
@@ -139,26 +148,29 @@ class AskedColumns:
         """Propose what reads these columns: another command, their names in `data.columns`, or other rows."""
         missing = [name for name in _NEEDED[self.format] if name not in present]
         others = [column for column in present if column not in (*_NEEDED[self.format], *_NUMBERS)]
-        free = [column for column in others if present[column] in (Kind.text, Kind.turns)]
+        unused = [column for column in others if present[column] in (Kind.text, Kind.turns)]
         if "input_ids" in present:
             return _TAKES_TEXT
-        if (command := self._other_command(present)) is not None:
+        command = self._other_command(present)
+        if command is not None:
             return command
         for form in self.forms:
-            if found := guess_columns(form.needed, form.optional, present):
-                return self._propose(found)
+            guessed = guess_columns(form.needed, form.optional, present)
+            if guessed:
+                return self._propose(guessed)
         if self.keeps_columns and "prompt" in present:
             named = f"'{self.columns_key}={{completion: COLUMN}}' names the answers"
             return f"{named}; data.format=prompt, where rewards need none"
         if self.format is RowFormat.preference and any(form.fits(present) for form in FORMS.values()):
             return "hfdist sft learns from such rows; dpo and reward compare a chosen answer with a rejected one"
-        if "messages" in present and missing == ["prompt", "completion"] and len(free) == 2:
+        if "messages" in present and missing == ["prompt", "completion"] and len(unused) == 2:
             # The messages end with a question, and the other column has its answer.
-            return self._propose({"prompt": "messages", "completion": next(one for one in free if one != "messages")})
+            (answer,) = set(unused) - {"messages"}
+            return self._propose({"prompt": "messages", "completion": answer})
         if "messages" in present and missing[:1] == ["prompt"]:
             # The question and the answer are a list of messages each.
             return 'rows such as {"prompt": messages[:-1], "completion": messages[-1:]}'
-        return self._hint_of_unknown_names(present, missing, free, is_row=is_row)
+        return self._hint_of_unknown_names(present, missing, unused, is_row=is_row)
 
     def _other_command(self, present: Mapping[str, Kind]) -> str | None:
         """Name the command that learns from pairs of answers, or from liked ones, where this one does not."""
@@ -172,20 +184,23 @@ class AskedColumns:
         return None
 
     def _hint_of_unknown_names(
-        self, present: Mapping[str, Kind], missing: Sequence[str], free: Sequence[str], *, is_row: bool
+        self, present: Mapping[str, Kind], missing: Sequence[str], unused: Sequence[str], *, is_row: bool
     ) -> str:
-        """Propose the `free` columns for the `missing` ones, in their order, or to read one of them as plain text."""
+        """Propose the `unused` columns for the `missing` ones, in their order, or to read one of them as plain text."""
         column = next((name for name, kind in present.items() if kind is Kind.text), None)
         as_text = None
         if column is not None and self.format is RowFormat.auto:
             named = self.name_texts([column], has_asked=False)
             as_text = f"{self.section}.format=text {named} reads it, where it is plain text"
-        # A row is without the columns that have no value in it, so that its names say little.
-        if len(free) >= len(missing) > 0 and "label" not in missing and not is_row:
-            hint = self._propose(dict(zip(missing, free, strict=False)))
+        # One row shows only the columns that have a value in it, so that their order says little.
+        has_enough = len(unused) >= len(missing) > 0
+        if has_enough and "label" not in missing and not is_row:
+            hint = self._propose(dict(zip(missing, unused, strict=False)))
             return hint if as_text is None else f"{hint}; {as_text}"
-        rows = f"rows with {' and '.join(missing)}" + (", which is true or false" if "label" in missing else "")
-        return rows if as_text is None else as_text
+        if as_text is not None:
+            return as_text
+        rows = f"rows with {' and '.join(missing)}"
+        return f"{rows}, which is true or false" if "label" in missing else rows
 
 
 def _index_command(format: RowFormat) -> str:

@@ -1,4 +1,4 @@
-"""Which rows of a shard lie in parts whose hashes differ, in the words of a message."""
+"""Names for a message the rows of a shard that may have changed: those in parts whose hashes differ."""
 
 from __future__ import annotations
 
@@ -14,17 +14,23 @@ _SHOWN_SPANS = 4
 
 
 def changed_rows(shard: Shard, before: Contents | None, after: Contents | None) -> str:
-    """Give ", row 3" or ", rows 5 to 9, 12"; an empty text where the rows are not known."""
+    """Give ", row 3" or ", rows 5 to 9, 12" for the end of a message; an empty text where the rows are not known.
+
+    `before` and `after` are the hashes of the shard's parts, then and now.
+    """
     if before is None or after is None or len(before) != len(after):
         return ""
-    found = [shard.rows_of_part(part) for part in np.flatnonzero(before != after).tolist()]
-    known = [rows for rows in found if rows is not None]
-    if len(known) < len(found):
-        return ""
-    spans = _merged(known)
+    changed: list[range] = []
+    for part in np.flatnonzero(before != after).tolist():
+        rows = shard.rows_of_part(part)
+        if rows is None:
+            return ""
+        changed.append(rows)
+    spans = _merged(changed)
     shown = [str(rows.start) if len(rows) == 1 else f"{rows.start} to {rows.stop - 1}" for rows in spans]
     listed = list_first(shown, _SHOWN_SPANS)
-    unit = "row" if len(spans) == 1 and len(spans[0]) == 1 else "rows"
+    num_rows = sum(map(len, spans))
+    unit = "row" if num_rows == 1 else "rows"
     return f", {unit} {listed}" if listed else ""
 
 

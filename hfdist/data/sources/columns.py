@@ -1,4 +1,4 @@
-"""Which columns of a row hold what is read: `data.sources.NAME.text` and `columns`, and guesses for messages."""
+"""Columns of rows: the paths by which a config names one, and guesses of the right one, which messages propose."""
 
 from __future__ import annotations
 
@@ -21,27 +21,33 @@ GUESSES: Mapping[str, tuple[str, ...]] = {
     "target": ("summary", "highlights", "abstract", "output", "answer", "translation", "tgt"),
     "messages": ("conversation", "dialogue", "turns", "chat"),
 }
-"""Names that published datasets have for the columns of ours."""
+"""Names that published datasets have for each column of our formats, the most likely first."""
 
 
 class Kind(Enum):
-    """What the values of a column are, as far as a message needs to know it."""
+    """Kind of the values of a column, as far as messages need it."""
 
     text = "text"
     turns = "turns"
     """Lists of objects, as messages are."""
     flag = "flag"
-    """True or false, or 1 or 0."""
+    """Values that are true or false, or 1 or 0."""
     other = "other"
 
 
 def kinds_of(rows: Iterable[Mapping[str, object]]) -> dict[str, Kind]:
-    """Give the columns of some rows, and what all their values are."""
-    found: dict[str, set[Kind]] = {}
+    """Give the columns of some rows, each with the kind of all its values; `other` where they differ."""
+    found: dict[str, Kind | None] = {}
     for row in rows:
         for name, value in row.items():
-            found.setdefault(name, set()).update(() if value is None else (_kind_of(value),))
-    return {name: next(iter(kinds)) if len(kinds) == 1 else Kind.other for name, kinds in found.items()}
+            before = found.get(name)
+            if value is None:
+                # A null is of any kind.
+                found[name] = before
+                continue
+            kind = _kind_of(value)
+            found[name] = kind if before in (None, kind) else Kind.other
+    return {name: Kind.other if kind is None else kind for name, kind in found.items()}
 
 
 def _kind_of(value: object) -> Kind:
@@ -49,23 +55,27 @@ def _kind_of(value: object) -> Kind:
         return Kind.text
     if isinstance(value, list) and value and all(isinstance(item, dict) for item in value):
         return Kind.turns
-    return Kind.flag if isinstance(value, (bool, int)) and value in (0, 1) else Kind.other
+    if isinstance(value, int) and value in (0, 1):
+        return Kind.flag
+    return Kind.other
 
 
 def may_hold(name: str, kind: Kind) -> bool:
-    """Whether values of this kind may be what a format has in the column `name`."""
-    return kind is Kind.flag if name == "label" else kind in (Kind.text, Kind.turns)
+    """Whether a format's column `name` may hold values of this kind."""
+    if name == "label":
+        return kind is Kind.flag
+    return kind in (Kind.text, Kind.turns)
 
 
 @dataclass(frozen=True)
 class Column:
-    """Where a value stands: at the first of `paths`, such as `answer` or `meta.answer`, that a row has."""
+    """The place of a value in a row: the first of `paths`, such as `answer` or `meta.answer`, that the row has."""
 
     paths: tuple[str, ...]
 
     @classmethod
     def of(cls, value: str | Iterable[str]) -> Column:
-        """Take a path, or a list of them, as a config has them."""
+        """Make a column of one path, or of several, as a config names them."""
         return cls((value,) if isinstance(value, str) else tuple(value))
 
     def __str__(self) -> str:
@@ -73,13 +83,20 @@ class Column:
         return " or ".join(map(repr, self.paths))
 
     def places(self, present: Iterable[str]) -> list[tuple[str, ...]]:
-        """Give each path that may be there: a column of the file, and the names within it."""
+        """Give the paths whose column is among those `present`, each as the column and the names within it."""
         names = set(present)
-        found = [(path,) if path in names else tuple(path.split(".")) for path in self.paths]
-        return [place for place in found if place[0] in names]
+        found: list[tuple[str, ...]] = []
+        for path in self.paths:
+            column, *fields = path.split(".")
+            # A column may have a dot in its own name.
+            if path in names:
+                found.append((path,))
+            elif column in names:
+                found.append((column, *fields))
+        return found
 
     def value(self, row: Mapping[str, object]) -> object:
-        """Give the value; None: the row has none."""
+        """Give the value that a row has at the first path with one; None: it has none."""
         for path in self.paths:
             found = row.get(path)
             if found is None:
@@ -92,22 +109,22 @@ class Column:
 
 
 TEXT = Column(("text",))
+"""The column of plain text that is read where the config names no other."""
 
 
 def guess_columns(needed: Sequence[str], optional: Sequence[str], kinds: Mapping[str, Kind]) -> dict[str, str] | None:
-    """Give the columns of a file that probably hold those of a format; None: not all that it needs have one.
+    """Give the columns of a file that probably hold columns of a format, by the format's names.
 
-    `kinds` are its columns, and what their values are.
+    `needed` and `optional` are the format's columns, and `kinds` the file's, with the kinds of their values. Columns
+    that have the format's name already are left out. None: no column of the file may hold one that is needed.
     """
     by_name = {name.lower(): name for name in kinds}
     found: dict[str, str] = {}
     for name in (*needed, *optional):
-        likely = (by_name[other] for other in (name, *GUESSES.get(name, ())) if other in by_name)
-        taken = next(
-            (column for column in likely if column not in found.values() and may_hold(name, kinds[column])), None
-        )
-        if taken is not None:
-            found[name] = taken
+        likely = [by_name[other] for other in (name, *GUESSES.get(name, ())) if other in by_name]
+        fitting = [column for column in likely if column not in found.values() and may_hold(name, kinds[column])]
+        if fitting:
+            found[name] = fitting[0]
         elif name in needed:
             return None
     return {name: column for name, column in found.items() if name != column}

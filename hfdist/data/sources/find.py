@@ -1,4 +1,4 @@
-"""Finds the shards of a source by its config, in canonical order: checked before training, or as an index has them."""
+"""The shards of a source, found by its config in canonical order: opened and checked now, or taken from an index."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ logger = logging.getLogger(__name__)
 _MOST_LINES_BYTES = 1 << 38
 """Bytes of JSON lines of which a start looks for the rows: at 2 to 4 CPU seconds a GB a quarter of an hour."""
 _MANY_FILES = 10_000
-"""A start that opens so many takes seconds of each rank."""
+"""Number of files of which a start proposes an index: to open so many takes seconds of each rank."""
 
 
 def find_shards(
     name: str, data: DataConfig, cache_dir: Path, *, section: str = "data.sources", reads_all: bool = False
 ) -> Shards:
-    """Open the shards of the source `name`; `section` of the config holds it. Bad files are left out or refused.
+    """Give the shards of the source `name`, which stands in the config's `section`; bad files are left out or refused.
 
-    With `reads_all`, JSON lines of any size are read for their rows.
+    With `reads_all`, JSON lines of any size are read for their rows: the caller reads all of them anyway.
 
     Raises:
         ConfigError: the config names something that does not exist.
@@ -74,7 +74,7 @@ def find_shards(
 
 
 def _check_size(files: Sequence[DataFile], rows: RowReader) -> None:
-    """Refuse what each machine would read whole before the first step, and name what reads it once."""
+    """Refuse JSON lines that each machine would have to read for too long; propose an index of many files."""
     size_bytes = sum(file.size_bytes for file in files if file.name.endswith(LINES))
     if size_bytes > _MOST_LINES_BYTES:
         made = in_shell(f"{rows.section}.index", f"runs/NAME/index/{index_folder(rows.section)}")
@@ -96,7 +96,7 @@ def _check_size(files: Sequence[DataFile], rows: RowReader) -> None:
 def open_all(
     files: Sequence[DataFile], rows: RowReader, cache: FileCache, on_bad: BadFilePolicy
 ) -> Iterator[FileShard]:
-    """Open files in order; those that are there twice, as those that cannot be read, are given to `on_bad`."""
+    """Open files in order; `on_bad` gets the files that cannot be read, and those that are there twice."""
     read_at_a_start(files, cache)
     repeats = Repeats()
     for file, opened in open_each(files, rows, cache, on_bad):
@@ -108,15 +108,17 @@ def open_all(
 
 
 def read_at_a_start(files: Sequence[DataFile], cache: FileCache, some: Sequence[DataFile] | None = None) -> None:
-    """Read what the files of a source hold, or some of them, unless all are too large together."""
-    if sum(file.size_bytes for file in files) <= MOST_BYTES:
-        read_contents([file for file in (files if some is None else some) if _is_read_at_a_start(file)], cache.folder)
+    """Hash the contents of `files`, or of `some` of them, unless all files together are too large to be read."""
+    if sum(file.size_bytes for file in files) > MOST_BYTES:
+        return
+    wanted = files if some is None else some
+    read_contents([file for file in wanted if _is_read_at_a_start(file)], cache.folder)
 
 
 def open_each(
     files: Sequence[DataFile], rows: RowReader, cache: FileCache, on_bad: BadFilePolicy
 ) -> Iterator[tuple[DataFile, FileShard]]:
-    """Open files in order; `on_bad` raises of one that cannot be read, or takes note, and it is left out."""
+    """Open files in order, in several threads; `on_bad` gets a file that cannot be read, and may raise."""
 
     def try_open(file: DataFile, identity: str) -> FileShard | ContentError:
         try:
@@ -126,6 +128,7 @@ def open_each(
 
     identities = identify_all(files, rows.key)
     all_opened = zip(files, thread_map(try_open, files, identities), strict=True)
+    # Whether a file before has the column of texts that was asked for.
     fits = False
     for file, opened in counted(all_opened, len(files), f"files of {on_bad.key}"):
         if isinstance(opened, ContentError):
@@ -145,10 +148,10 @@ class BadFilePolicy:
         self.key, self.stops = key, data.on_bad_rows is BadRows.error
         self._is_alone = num_files == 1
         self.left_out: list[str] = []
-        """What is left out, and why."""
+        """Address of each file that is left out, and why."""
 
     def __call__(self, file: DataFile, error: ContentError) -> None:
-        """Raise the error with what to do, or note it."""
+        """Raise the error with a hint, or note that the file is left out."""
         if self.stops:
             # If the file is the only one, nothing would be left without it.
             if not self._is_alone:
@@ -168,22 +171,24 @@ class BadFilePolicy:
 
 
 class Repeats:
-    """Files that were seen, to find one that is there twice."""
+    """The files that were seen so far, by which one that is there twice is found."""
 
     def __init__(self) -> None:
         self._first_by_identity: dict[str, DataFile] = {}
 
     def first_of(self, file: DataFile, identity: str, runs: Sequence[int]) -> DataFile | None:
-        """Give the file that holds the same, and came before; None: there is none, or it is a document."""
+        """Give the file before this one with the same contents; None: there is none, or the file is one document."""
         first = self._first_by_identity.setdefault(identity, file)
-        is_new = first is file or is_one_document(file.name, [*runs]) or _digest(first) != _digest(file)
-        return None if is_new else first
+        if first is file or is_one_document(file.name, list(runs)):
+            return None
+        # An identity may be of the ends of a file alone.
+        return first if _digest(first) == _digest(file) else None
 
 
 def _name_texts(column: str, others: Sequence[FileShard | ContentError], rows: RowReader, *, fits: bool) -> str:
-    """Write the override for all files at once: another file may have another column, or the one that was asked for.
+    """Write the override that names the text columns of all files: `column`, and those of the `others`.
 
-    `fits`: whether a file before these has the column that was asked for.
+    `fits`: whether a file before these has the column that was asked for, so that it stays.
     """
     refused = [one for one in others if isinstance(one, ContentError)]
     columns = [column, *(one.text_column for one in refused if one.text_column is not None)]
@@ -191,10 +196,11 @@ def _name_texts(column: str, others: Sequence[FileShard | ContentError], rows: R
 
 
 def _is_read_at_a_start(file: DataFile) -> bool:
-    """Whether a start may read all of it: it is here, or is fetched for its index anyway."""
+    """Whether a start may read all of a file: it is on this machine, or is fetched for its index anyway."""
     return isinstance(file, LocalFile) or not file.name.endswith((".parquet", ".txt"))
 
 
 def _digest(file: DataFile) -> bytes:
+    """Hash all that a file holds."""
     with file.local() as path, path.open("rb") as opened:
         return hashlib.file_digest(opened, "blake2b").digest()

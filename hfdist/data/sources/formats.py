@@ -1,4 +1,4 @@
-"""Formats of examples for fine-tuning: from the columns of a row to one canonical form.
+"""Formats of examples for fine-tuning: the columns of a row become one canonical form.
 
 An example is text, too: JSON of its canonical form. So digests, the held-out split, order, ledger and caches treat it
 as they treat a document. The canonical forms are
@@ -16,7 +16,7 @@ as they treat a document. The canonical forms are
 {"source": ..., "target": ...}                         texts: what an encoder reads, and what a decoder writes of it
 
 A preference is such a form with "rejected": of a text, the rejected completion; of a conversation, the messages that
-stand in the place of those from number n on; or true, where there is this answer only, and it is rejected. A prompt
+stand in the place of those from number n on; or true, where the row's only answer is the rejected one. A prompt
 alone has an empty completion, or no message from number n on. With `data.keep_columns`, JSON of the columns that the
 format does not read follows in a line of its own: `split_columns`.
 """
@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Collection, Mapping, Sequence
-from itertools import chain, takewhile
+from itertools import takewhile
 from typing import NamedTuple
 
 import numpy as np
@@ -46,7 +46,7 @@ from hfdist.data.sources.messages import (
 from hfdist.data.sources.values import list_of, refuse, text_of, written_text, written_texts
 
 _LONGEST_LABEL = 1000
-"""Characters of a name: all names are in memory, and in the model's config."""
+"""Characters of a label's name: all names are in memory, and in the model's config."""
 _LARGEST_NUMBER = float(np.finfo(np.float32).max)
 """Labels and scores are learned as float32: larger ones, which JSON may hold, would be infinite."""
 _NO_TAG = (None, IGNORED)
@@ -59,12 +59,12 @@ Example = dict[str, object]
 
 
 class RowColumns(NamedTuple):
-    """Columns of a format, and how they become its canonical form."""
+    """A format: the columns that its rows have, and the function that makes the canonical form of them."""
 
     needed: tuple[str, ...]
     optional: tuple[str, ...]
     convert: Callable[[Row], Example]
-    """ContentError, without its `where`: the values are of another form."""
+    """Makes the canonical form of a row; ContentError, without its `where`: the values are of another form."""
 
     def fits(self, present: Collection[str]) -> bool:
         """Whether all columns that the format needs are there."""
@@ -72,25 +72,25 @@ class RowColumns(NamedTuple):
 
 
 def from_text(row: Row) -> Example:
-    """Plain text."""
+    """Convert plain text."""
     return {"text": text_of(row["text"], "text")}
 
 
 def _from_messages(row: Row) -> Example:
-    """OpenAI's `messages`, with or without `tools`."""
+    """Convert OpenAI's `messages`, with or without `tools`."""
     messages = list_of(row["messages"], "messages")
     return chat_example([canonical_message(item, f"messages[{n}]") for n, item in enumerate(messages)], row)
 
 
 def _from_sharegpt(row: Row) -> Example:
-    """ShareGPT's `conversations` of `from` and `value`."""
+    """Convert ShareGPT's `conversations`, whose turns have `from` and `value`."""
     items = list_of(row["conversations"], "conversations")
     messages = [canonical_turn(item, f"conversations[{n}]") for n, item in enumerate(items)]
     return chat_example(with_system(messages, row), row)
 
 
 def _from_alpaca(row: Row) -> Example:
-    """Alpaca's `instruction`, `input` and `output`, earlier turns in `history`; only the last answer is learned."""
+    """Convert Alpaca's `instruction`, `input`, `output` and earlier turns in `history`; the last answer is learned."""
     messages: list[Example] = []
     for n, turn in enumerate(list_of(row.get("history") or [], "history")):
         if not isinstance(turn, list) or len(turn) != 2:
@@ -101,11 +101,14 @@ def _from_alpaca(row: Row) -> Example:
     messages.append({"role": "user", "content": "\n".join(asked)})
     messages.append({"role": "assistant", "content": text_of(row["output"], "output")})
     whole = with_system(messages, row)
-    return chat_example(whole, row) | ({"learned_from": len(whole) - 1} if row.get("history") else {})
+    example = chat_example(whole, row)
+    if row.get("history"):
+        example["learned_from"] = len(whole) - 1
+    return example
 
 
 def _from_prompt(row: Row) -> Example:
-    """A prompt and its completion: both text, or either as messages."""
+    """Convert a prompt and its completion: both are texts, or either is messages."""
     prompt, completion = row["prompt"], row["completion"]
     if isinstance(prompt, str) and isinstance(completion, str):
         return {"prompt": prompt, "completion": completion}
@@ -113,17 +116,18 @@ def _from_prompt(row: Row) -> Example:
 
 
 def _answered(prompt: object, answer: object, row: Row) -> Example:
-    """A conversation of a prompt and its answer; either may be a text."""
-    asked, answers = messages_of(prompt, "user", "prompt"), messages_of(answer, "assistant", "completion")
+    """Make a conversation of a prompt and its answer; either may be a text."""
+    asked = messages_of(prompt, "user", "prompt")
+    answers = messages_of(answer, "assistant", "completion")
     return chat_example([*asked, *answers], row) | {"learned_from": len(asked)}
 
 
 def _from_preference(row: Row) -> Example:
-    """A chosen and a rejected answer, with their prompt or with what both begin with as their prompt."""
+    """Convert a chosen and a rejected answer, with their prompt, or with what both begin with as the prompt."""
     prompt, chosen, rejected = row.get("prompt"), row["chosen"], row["rejected"]
     first = next(iter(chosen), None) if isinstance(chosen, list) else None
     if isinstance(prompt, str) and isinstance(first, dict) and first.get("role") in ("system", "user"):
-        # Conversations that hold the prompt themselves.
+        # Both answers are whole conversations, which begin with the prompt.
         prompt = None
     if isinstance(chosen, str) and isinstance(rejected, str) and isinstance(prompt, str | None):
         if prompt is None:
@@ -143,27 +147,28 @@ def _from_preference(row: Row) -> Example:
 
 
 def _num_common(first: Sequence[object], second: Sequence[object]) -> int:
-    """How many letters or messages both begin with."""
+    """Count the letters, or the messages, with which both begin."""
     return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(first, second, strict=False)))
 
 
 def _from_unpaired(row: Row) -> Example:
-    """An answer that was liked or not."""
+    """Convert a prompt and an answer that was liked, or was not."""
     if row["label"] not in (True, False):
         refuse(
             "this says neither that the answer was liked nor that it was not", "label", row["label"], "true or false"
         )
-    return _from_prompt(row) | ({} if row["label"] else {"rejected": True})
+    example = _from_prompt(row)
+    return example if row["label"] else example | {"rejected": True}
 
 
 def _from_prompt_alone(row: Row) -> Example:
-    """A prompt, as text or as messages."""
+    """Convert a prompt alone: a text, or messages."""
     prompt = as_messages(row["prompt"])
     return _from_prompt({**row, "prompt": prompt, "completion": "" if isinstance(prompt, str) else []})
 
 
 def _from_retrieval(row: Row) -> Example:
-    """A query, the text that belongs to it, and texts that do not."""
+    """Convert a query, the text that belongs to it, and texts that do not."""
     query = "query" if "query" in row else "anchor"
     positive = "positive" if "positive" in row else "pos"
     positives = written_texts(row[positive], positive)
@@ -174,13 +179,13 @@ def _from_retrieval(row: Row) -> Example:
 
 
 def _from_ranking(row: Row) -> Example:
-    """A query and texts, as of `retrieval`, that are read together."""
+    """Convert a query and texts, each of which the model reads together with the query."""
     example = _from_retrieval(row)
     return {"query": example["query"], "ranked": example["documents"]}
 
 
 def _from_scored_pair(row: Row) -> Example:
-    """Two texts, and how alike they are."""
+    """Convert two texts, and a score of how alike they are."""
     score = row["score"]
     if isinstance(score, bool) or not isinstance(score, int | float) or not _is_in_range(score):
         refuse("this is no number", "score", score, "a number, such as 0.8")
@@ -188,7 +193,7 @@ def _from_scored_pair(row: Row) -> Example:
 
 
 def _from_labelled(row: Row) -> Example:
-    """A text or a pair, and its label."""
+    """Convert a text, or a pair of texts, and its label."""
     texts = {name: written_text(row[name], name) for name in ("text", "text_pair") if row.get(name) is not None}
     label = row["label"]
     if isinstance(label, list):
@@ -197,6 +202,7 @@ def _from_labelled(row: Row) -> Example:
 
 
 def _label(value: object, part: str) -> str | int | float:
+    """Give a label, which is a name or a number; `part` names its place in messages."""
     if isinstance(value, int | float) and _is_in_range(value):
         return int(value) if isinstance(value, bool) else value
     if not isinstance(value, str) or not 0 < len(value) <= _LONGEST_LABEL:
@@ -210,7 +216,7 @@ def _is_in_range(number: float) -> bool:
 
 
 def _from_tagged(row: Row) -> Example:
-    """Words, each with its tag."""
+    """Convert words, each with its tag."""
     words = [text_of(word, f"tokens[{n}]") for n, word in enumerate(list_of(row["tokens"], "tokens"))]
     tags = list_of(row["tags"], "tags")
     if len(words) != len(tags):
@@ -222,27 +228,28 @@ def _from_tagged(row: Row) -> Example:
 
 
 def _from_source(row: Row) -> Example:
-    """A source and its target."""
+    """Convert a source and its target."""
     source, target = ("source", "target") if "source" in row else ("prompt", "completion")
     return {"source": written_text(row[source], source), "target": written_text(row[target], target)}
 
 
 def split_columns(text: str) -> tuple[str, str]:
-    """Give an example, and JSON of the other columns of its row; nothing where they are not kept."""
+    """Split the text of a row into its example and JSON of its other columns, "" where they are not kept."""
     # JSON has no line ends of its own.
     example, _, columns = text.partition("\n")
     return example, columns
 
 
 def texts_in(example: str) -> str:
-    """All that is written in an example, for what wants text: its fields and messages, a line each."""
+    """Give all texts of an example, a line each: its fields, then the contents of its messages."""
     values = json.loads(split_columns(example)[0])
-    rejected = values.pop("rejected", [])
-    messages = values.pop("messages", []) + (rejected if isinstance(rejected, list) else [])
-    values["rejected"] = rejected
-    lists = (values.get(name, []) for name in ("documents", "ranked", "tokens"))
-    written = [value for value in chain(values.values(), *lists) if isinstance(value, str)]
-    return "\n".join([*written, *(message["content"] for message in messages if "content" in message)])
+    texts = [value for value in values.values() if isinstance(value, str)]
+    for name in ("documents", "ranked", "tokens"):
+        texts += values.get(name, [])
+    messages = list(values.get("messages", []))
+    if isinstance(values.get("rejected"), list):
+        messages += values["rejected"]
+    return "\n".join([*texts, *(message["content"] for message in messages if "content" in message)])
 
 
 FORMS: dict[RowFormat, RowColumns] = {
@@ -274,13 +281,14 @@ OTHER_NAMES = {
     RowFormat.ranking: [RowColumns(needed, NEGATIVES, _from_ranking) for needed in _QUERIES],
     RowFormat.source_target: [RowColumns(("prompt", "completion"), (), _from_source)],
 }
-"""The same formats as other libraries name their columns: sentence-transformers, FlagEmbedding, TRL."""
+"""Formats with the columns as sentence-transformers, FlagEmbedding and TRL name them."""
 
 
 def write_example(form: RowColumns, row: Row, rules: ImageRules | None, where: str) -> str | BadRow:
-    """Write a row with the columns of a format as JSON of its canonical form, with its images beside it.
+    """Write a row that has the columns of a format as JSON of its canonical form; a row that has no form is bad.
 
-    `rules` are those of its source, None: without images; `where` names the file and the row.
+    `rules` say what images of the source may be, and None leaves images out. `where` names the file and the row. The
+    text of a row with images is a `WithImages`.
     """
     try:
         has_images = not set(IMAGE_COLUMNS).isdisjoint(form.optional)

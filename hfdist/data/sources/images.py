@@ -1,7 +1,7 @@
-"""Images of rows: where their bytes come from, what is refused of them before they are decoded, and their pixels.
+"""Images of rows: their bytes are found, checked before they are decoded, and decoded when a loader wants them.
 
-An example holds its images by what is known without decoding them: a digest and a size. `PLACE` stands in its messages
-where an image does. The bytes go beside the text (`WithImages`), and only a loader decodes them.
+An example knows of its images what can be known without decoding them: a digest and a size. In its messages `PLACE`
+stands for an image. The bytes, or the path, go beside the text (`WithImages`).
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from hfdist.errors import HfdistError
 PLACE = "\U000ffff2"
 """Private character that stands for an image in the text of a message."""
 IMAGES = "images"
-"""Key of an example's images; in a message, until they are taken, of those that its parts bring themselves."""
+"""Key of the images in an example. A message has the key, too, until `take_images`, for images in its own parts."""
 COLUMNS = ("images", "image")
 """Columns of a row that hold images."""
 _LITERAL = "<image>"
@@ -33,6 +33,7 @@ _FORMATS = ("JPEG", "PNG", "WEBP", "GIF", "BMP")
 _DEEP = ("I", "F", "I;16", "I;16B", "I;16L", "I;16N")
 """PIL's modes with more than 8 bits a channel; PIL would cut them off."""
 _ORIENTATION = 0x0112
+"""Tag of the orientation in EXIF."""
 _SIDEWAYS = (5, 6, 7, 8)
 """Orientations in EXIF by which width and height change places."""
 _SHOWN_CHARACTERS = 80
@@ -40,7 +41,7 @@ _SHOWN_CHARACTERS = 80
 
 @dataclass(frozen=True)
 class ImageRules:
-    """What images of a source may be."""
+    """Limits of the images of a source."""
 
     folder: str | None = None
     """Folder in which paths are looked up, and which they may not leave; None: rows may have no paths."""
@@ -54,12 +55,12 @@ class ImageFile(NamedTuple):
     digest: str
     """Hash of its bytes."""
     data: bytes | None
-    """None: the bytes are in a file."""
+    """Bytes of the image; None: they are in the file at `path`."""
     path: str | None
     size: tuple[int, int]
-    """Width and height, as it is to be shown."""
+    """Width and height in pixels, after the image is turned upright."""
     rules: ImageRules
-    """Those of its source."""
+    """Limits of the images of its source."""
 
 
 class WithImages(str):
@@ -69,7 +70,7 @@ class WithImages(str):
 
     @classmethod
     def of(cls, text: str, files: tuple[ImageFile, ...]) -> WithImages:
-        """Make it of a text and its images."""
+        """Join a text and its images."""
         made = cls(text)
         made.files = files
         return made
@@ -78,59 +79,70 @@ class WithImages(str):
 def take_images(
     example: dict[str, Any], row: Mapping[str, object], rules: ImageRules | None
 ) -> tuple[dict[str, Any], tuple[ImageFile, ...]]:
-    """Give an example with what is known of its images, and these; one without images as it is.
+    """Give an example with what is known of its images, and the images; an example without images stays as it is.
 
     Args:
-        example: in its canonical form, with what the parts of messages bring themselves.
-        row: the columns that it was made of.
-        rules: of its source; None: columns of images are not read.
+        example: An example in its canonical form; its messages may hold images of their parts under the key `IMAGES`.
+        row: The columns of which the example was made.
+        rules: Limits of the images of the source; None: columns of images are not read.
 
     Raises:
-        ContentError: an image that is not there or is refused; more or fewer images than places for them.
+        ContentError: An image is not there or is refused, or there are more or fewer images than places for them.
     """
-    given = [value for name in COLUMNS for value in _listed(row.get(name))] if rules is not None else []
+    of_columns: list[object] = []
+    if rules is not None:
+        of_columns = [value for name in COLUMNS for value in _listed(row.get(name))]
     messages = example.get("messages")
     if messages is None:
-        if given:
+        if of_columns:
             raise ContentError("images stand in the turns of a chat, and this row has none", allowed="messages")
         return example, ()
-    brought = [ref for message in messages for ref in message.pop(IMAGES, ())]
+    of_parts = [ref for message in messages for ref in message.pop(IMAGES, ())]
     rejected = example.get("rejected")
-    if isinstance(rejected, list) and any(PLACE in message.get("content", "") for message in rejected):
+    if isinstance(rejected, list) and _num_places(rejected):
         raise ContentError("an image stands in a rejected answer, and models learn to write text alone")
-    if given and not any(PLACE in message.get("content", "") for message in messages):
-        _find_places(messages, len(given))
-    num_places = sum(message.get("content", "").count(PLACE) for message in messages)
-    refs = brought or given
-    if rules is None and num_places + len(brought):
+    if of_columns and not _num_places(messages):
+        _find_places(messages, len(of_columns))
+    if rules is None and (_num_places(messages) or of_parts):
         raise ContentError("a part is an image, and the run reads text alone", allowed="parts of type text")
-    if num_places != len(refs) or (brought and given):
-        found = f"images: {len(brought) + len(given)}; places: {num_places}"
+    num_images, num_places = len(of_parts) + len(of_columns), _num_places(messages)
+    # Images of parts have places of their own: with images of columns too, nothing says which place is whose.
+    if num_images != num_places or (of_parts and of_columns):
+        found = f"images: {num_images}; places: {num_places}"
         raise ContentError("there are more or fewer images than places for them", found=found, allowed="as many")
-    if rules is None or not refs:
+    if rules is None or not num_images:
         return example, ()
-    if any(PLACE in m.get("content", "") for m in messages if m["role"] == "assistant"):
+    if _num_places([message for message in messages if message["role"] == "assistant"]):
         raise ContentError("an image stands in what the assistant says, and models learn to write text alone")
-    files = tuple(_open(ref, rules) for ref in refs)
+    files = tuple(_open(ref, rules) for ref in of_parts or of_columns)
     return example | {IMAGES: [{"digest": file.digest, "size": list(file.size)} for file in files]}, files
 
 
-def part_of(part: Mapping[str, object]) -> object:
-    """Give what a part of a message of type image says of its image; None: it is in a column of the row."""
+def _num_places(messages: Sequence[Mapping[str, Any]]) -> int:
+    """Count the places for images in some messages."""
+    return sum(message.get("content", "").count(PLACE) for message in messages)
+
+
+def image_of_part(part: Mapping[str, object]) -> object:
+    """Give the path, the address or the bytes that a message's part of type image has; None: a column has them."""
     found = next((part[name] for name in ("image", "path", "url", "image_url", "base64") if part.get(name)), None)
     if isinstance(found, str) and part.get("base64") is found:
         return f"data:;base64,{found}"
     # OpenAI's form holds the address in an object.
-    return found["url"] if isinstance(found, Mapping) and "url" in found else found
+    if isinstance(found, Mapping) and "url" in found:
+        return found["url"]
+    return found
 
 
 def decode(file: ImageFile) -> Image.Image:
-    """Give the pixels of an image in RGB, upright; ContentError: it is damaged, or another one than it was."""
+    """Give the pixels of an image in RGB, upright; ContentError: the image is damaged, or has changed its size."""
     where = file.path
-    data = _bytes_of(str(where), file.rules) if file.data is None else file.data
+    data = file.data
+    if data is None:
+        data = _bytes_of(str(where), file.rules)
     try:
         with _header(data, file.rules) as image:
-            # It stays what it was before: a PNG may say something else after its pixels.
+            # Reading the orientation now fixes it: a PNG may say another one after its pixels.
             _orientation(image)
             upright = ImageOps.exif_transpose(image).convert("RGB")
     except (HfdistError, MemoryError):
@@ -143,21 +155,26 @@ def decode(file: ImageFile) -> Image.Image:
 
 
 def _listed(value: object) -> Sequence[object]:
-    return () if value is None else value if isinstance(value, list) else [value]
+    if value is None:
+        return []
+    return value if isinstance(value, list) else [value]
 
 
 def _find_places(messages: Sequence[dict[str, Any]], num_images: int) -> None:
-    """Put places where the texts say `<image>`; where none does, all images before the first question, as in TRL."""
+    """Put places where texts say `<image>`; where none does, put all of them before the first question, as TRL does."""
     asked = [message for message in messages if message["role"] != "assistant" and message.get("content")]
     if any(_LITERAL in message["content"] for message in asked):
         for message in asked:
             message["content"] = message["content"].replace(_LITERAL, PLACE)
-    elif (first := next((one for one in asked if one["role"] == "user"), None)) is not None:
-        first["content"] = PLACE * num_images + first["content"]
+        return
+    for message in asked:
+        if message["role"] == "user":
+            message["content"] = PLACE * num_images + message["content"]
+            return
 
 
 def _open(ref: object, rules: ImageRules) -> ImageFile:
-    """Read an image as far as its header."""
+    """Read the bytes and the header of an image; `ref` is its path, its bytes, or an object that holds either."""
     path = None
     if isinstance(ref, Mapping):
         # `datasets` writes its feature Image so.
@@ -210,7 +227,7 @@ def _bytes_of(path: str, rules: ImageRules) -> bytes:
         size_bytes = file.stat().st_size
         _check_bytes(size_bytes, rules, shown)
         with file.open("rb") as opened:
-            # It may have grown.
+            # The file may have grown since its size was checked.
             return opened.read(rules.max_bytes)
     except (OSError, ValueError, RuntimeError) as error:
         reason = getattr(error, "strerror", None) or error
@@ -218,6 +235,7 @@ def _bytes_of(path: str, rules: ImageRules) -> bytes:
 
 
 def _check_bytes(size_bytes: int, rules: ImageRules, shown: str | None = None) -> None:
+    """Raise a ContentError for an image with too many bytes; `shown` names it."""
     if size_bytes > rules.max_bytes:
         found = f"{size_bytes:,} bytes" if shown is None else f"{shown}, {size_bytes:,} bytes"
         allowed = f"{rules.max_bytes:,} (data.images.max_bytes)"
@@ -225,7 +243,7 @@ def _check_bytes(size_bytes: int, rules: ImageRules, shown: str | None = None) -
 
 
 def _header(data: bytes, rules: ImageRules) -> Image.Image:
-    """Open an image without decoding it; ContentError: nothing of it is decoded."""
+    """Open an image without decoding it; ContentError: it is damaged, too large, or of a kind that is not read."""
     _check_bytes(len(data), rules)
     try:
         image = Image.open(io.BytesIO(data), formats=_FORMATS)
@@ -237,7 +255,7 @@ def _header(data: bytes, rules: ImageRules) -> Image.Image:
         raise ContentError("these bytes are no image", found=repr(data[:16]), allowed=allowed) from error
     except MemoryError:
         raise
-    except Exception as error:  # as of `decode`
+    except Exception as error:  # whatever a parser raises on bytes of somebody else's
         raise ContentError(f"the image is damaged: {' '.join(str(error).split())[:200]}") from error
     pixels = image.width * image.height
     if not 0 < pixels <= rules.max_pixels:
@@ -252,8 +270,8 @@ def _header(data: bytes, rules: ImageRules) -> Image.Image:
 
 
 def _orientation(image: Image.Image) -> int:
-    """Give the orientation that EXIF or XMP says in the header; 1: upright. What was read first stays."""
-    # That of the class: a PNG's own would decode all pixels.
+    """Give the orientation that EXIF or XMP says in the header, 1 to 8; 1: upright. PIL keeps what it read first."""
+    # The method of the base class, since that of PNG files would decode all pixels.
     with suppress(Exception):  # whatever EXIF of somebody else's raises
         return cast(int, Image.Image.getexif(image).get(_ORIENTATION, 1))
     return 1

@@ -1,10 +1,10 @@
-"""The index of a source: what a start must know of each file, so that it opens none.
+"""The index of a source, as files: all that a start must know of the source's files, so that it opens none of them.
 
-    <folder>/index.json     all about the index; written last
-             files.arrow    a row for each file, in canonical order; see `SCHEMA`
-             starts         int64, little-endian: of each file, `Layout.starts`, end to end
+    <folder>/index.json     summary of the index; written last
+             files.arrow    a row for each file of the source, in canonical order, with the columns of `SCHEMA`
+             starts         int64, little-endian: the first bytes of the rows or runs (`Layout.starts`) of all files
 
-All ranks map it. A folder may come from somebody else: whatever it says is bounded, or compared with the files.
+All ranks map the index. A folder may come from somebody else: whatever it says is bounded, or compared with the files.
 """
 
 from __future__ import annotations
@@ -33,52 +33,53 @@ SUMMARY, FILES, STARTS = "index.json", "files.arrow", "starts"
 SCHEMA = pa.schema(
     [
         pa.field("name", pa.large_string(), nullable=False),
-        # The part of its address that follows the source's.
+        # The file's address without that of the source at its beginning.
         pa.field("place", pa.large_string(), nullable=False),
         pa.field("size_bytes", pa.int64(), nullable=False),
         pa.field("version", pa.large_string(), nullable=False),
         pa.field("identity", pa.large_string(), nullable=False),
         pa.field("held_bytes", pa.int64(), nullable=False),
         pa.field("num_starts", pa.int64(), nullable=False),
-        # XXH3 of its part of `starts`.
+        # XXH3 of the file's part of `starts`.
         pa.field("starts_hash", pa.uint64(), nullable=False),
         pa.field("runs", pa.large_list(pa.field("item", pa.int64(), nullable=False)), nullable=False),
-        # Hashes of its parts, where they are known.
+        # Hashes of the file's parts, where they are known.
         pa.field("contents", pa.large_list(pa.field("item", pa.uint64(), nullable=False))),
     ]
 )
 _MOST_SUMMARY_BYTES = 1 << 26
-_LEAST_BYTES_A_ROW = 1000
+_MOST_ROWS_A_BYTE = 1000
 _ALLOWED_ROWS = 1 << 28
+"""A file may have `_ALLOWED_ROWS` rows, or up to `_MOST_ROWS_A_BYTE` rows for each of its bytes."""
 _MOST_ROWS = 1 << 34
-"""Rows of a whole source: the order of more would not fit in a memory."""
+"""Rows that a whole source may have: the order of more would not fit in memory."""
 _MAGIC = b"ARROW1\0\0"
 _HEADER, _METADATA, _COMPRESSION = 2, 4, 3
-"""Numbers of fields: two of a Message, and one of its RecordBatch."""
+"""Numbers of fields in Arrow's flatbuffers: two of a Message, and one of its RecordBatch."""
 _MAKE_AGAIN = "delete the folder, and make the index anew: hfdist index"
 
 
 def index_folder(section: str) -> str:
-    """Give the path of a source's index below `<run.dir>/index`: its name, or `eval_sources/` and its name."""
+    """Give the path of a source's index below `<run.dir>/index`: NAME, or `eval_sources/NAME`."""
     return section.removeprefix("data.").removeprefix("sources.").replace(".", "/", 1)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Summary:
-    """What index.json says."""
+    """The content of index.json."""
 
     rows_key: str
-    """`RowReader.key` of what is read of each row."""
+    """Digest of the columns and the format that are read (`RowReader.key`)."""
     listing: str
     """Digest of the names, sizes and versions of all files that were found."""
     files_hash: str
     """XXH3 of files.arrow."""
     left_out: list[str] = field(default_factory=list)
-    """Files that could not be read, and why."""
+    """Address of each file that could not be read, and why."""
 
 
 class Entry(NamedTuple):
-    """A row of files.arrow, in its order."""
+    """A row of files.arrow; its fields are the columns of `SCHEMA`, in their order."""
 
     name: str
     place: str
@@ -93,31 +94,38 @@ class Entry(NamedTuple):
 
     @classmethod
     def of(cls, shard: FileShard, place: str) -> Entry:
-        """Take what is known of an open shard."""
+        """Make the row of an open shard; `place` is its file's address without the source's."""
         file, layout = shard.file, shard.layout
         return cls(
-            *(file.name, place, file.size_bytes, file.version, shard.identity, layout.held_bytes),
-            *(len(layout.starts), hash_of(layout.starts), layout.runs.tolist()),
-            None if file.contents is None else file.contents.tolist(),
+            name=file.name,
+            place=place,
+            size_bytes=file.size_bytes,
+            version=file.version,
+            identity=shard.identity,
+            held_bytes=layout.held_bytes,
+            num_starts=len(layout.starts),
+            starts_hash=hash_of(layout.starts),
+            runs=layout.runs.tolist(),
+            contents=None if file.contents is None else file.contents.tolist(),
         )
 
 
 def table_of(entries: Sequence[Entry]) -> pa.Table:
-    """Make rows of files.arrow."""
-    columns = zip(*entries, strict=True) if entries else [[]] * len(SCHEMA)
-    return pa.table([pa.array(list(column), kind.type) for column, kind in zip(columns, SCHEMA, strict=True)], SCHEMA)
+    """Make the table of files.arrow."""
+    columns = [pa.array([entry[place] for entry in entries], column.type) for place, column in enumerate(SCHEMA)]
+    return pa.table(columns, SCHEMA)
 
 
 def hash_of(starts: NDArray[np.int64]) -> int:
-    """Hash the starts of one file."""
+    """Hash the starts of one file with XXH3."""
     return xxhash.xxh3_64(starts.astype("<i8", copy=False).tobytes()).intdigest()
 
 
 def write_files(path: Path, table: pa.Table) -> str:
-    """Write rows of files.arrow as one batch, and give their hash: equal rows are equal bytes."""
+    """Write a table as files.arrow, and give the hash of the file: equal tables give equal bytes."""
     buffer = pa.BufferOutputStream()
     with ipc.new_file(buffer, SCHEMA) as writer:
-        writer.write_batch(pa.record_batch([_one(column) for column in table.columns], schema=SCHEMA))
+        writer.write_batch(pa.record_batch([_as_one_array(column) for column in table.columns], schema=SCHEMA))
     content = memoryview(buffer.getvalue())
 
     def write(out: BinaryIO) -> None:
@@ -127,17 +135,18 @@ def write_files(path: Path, table: pa.Table) -> str:
     return xxhash.xxh3_128(content).hexdigest()
 
 
-def _one(column: pa.ChunkedArray) -> pa.Array:
+def _as_one_array(column: pa.ChunkedArray) -> pa.Array:
+    """Join the chunks of a column, of which there may be none: a table of equal rows has then equal bytes."""
     return pa.concat_arrays(column.chunks) if column.num_chunks else pa.array([], column.type)
 
 
 def write_summary(path: Path, summary: Summary) -> None:
-    """Write index.json, or the same of a part."""
+    """Write a summary at `path`: index.json, or the file like it of a part of the index."""
     write_atomically(path, json.dumps({"version": VERSION, **asdict(summary)}, sort_keys=True).encode())
 
 
 def read_summary(path: Path) -> Summary | None:
-    """Read index.json; None: it is not there. DataError: it is damaged, or of another version."""
+    """Read a summary; None: it is not there. DataError: it is damaged, or of another version."""
     try:
         if path.stat().st_size > _MOST_SUMMARY_BYTES:
             raise ValueError("too large")
@@ -158,7 +167,7 @@ def read_summary(path: Path) -> Summary | None:
 
 
 def read_files(path: Path, digest: str) -> pa.RecordBatch:
-    """Map rows of files.arrow, all checked; DataError: they are damaged, or say what cannot be."""
+    """Map a files.arrow with the hash `digest`, and check all its rows; DataError: it is damaged, or cannot be true."""
     try:
         source = pa.memory_map(str(path))
         if xxhash.xxh3_128(memoryview(source.read_buffer())).hexdigest() != digest:
@@ -174,35 +183,43 @@ def read_files(path: Path, digest: str) -> pa.RecordBatch:
         batch.validate(full=True)
     except (pa.ArrowException, OSError, ValueError, struct.error) as error:
         raise damaged_index(path, str(error)) from error
-    wrong = next(_wrong(batch), None)
-    if wrong is not None:
-        raise damaged_index(path, wrong)
+    for problem in _problems(batch):
+        raise damaged_index(path, problem)
     return batch
 
 
 def _is_packed(message: memoryview) -> bool:
-    """Whether columns of a record batch may become larger than they are in the file: pyarrow does not tell.
+    """Whether columns of a record batch are compressed, which pyarrow does not tell.
 
-    `message` is a flatbuffer, as Arrow's Message.fbs describes it. pyarrow has verified it.
+    `message` is a flatbuffer of the table Message in Arrow's Message.fbs, which pyarrow has verified:
+
+        root:       [ offset of the Message ]
+        a table:    [ minus the offset of its list ][ values ... ]
+        its list:   [ size of the list ][ size of the table ][ offset of field 0 in the table; 0: not set ] ...
     """
 
     def place_of(table: int, field: int) -> int:
-        """Give the place of a field of a table; 0: it is not set."""
-        fields = table - struct.unpack_from("<i", message, table)[0]
+        """Give the place of a field of the table at a place; 0: the field is not set."""
+        (distance,) = struct.unpack_from("<i", message, table)
+        offsets = table - distance
+        (size,) = struct.unpack_from("<H", message, offsets)
+        # Two numbers of 2 bytes come before the fields. A list ends with the last field that is set.
         place = 4 + 2 * field
-        (size,) = struct.unpack_from("<H", message, fields)
-        offset = struct.unpack_from("<H", message, fields + place)[0] if place < size else 0
+        if place >= size:
+            return 0
+        (offset,) = struct.unpack_from("<H", message, offsets + place)
         return table + int(offset) if offset else 0
 
     (root,) = struct.unpack_from("<I", message, 0)
     header = place_of(root, _HEADER)
-    batch = header + struct.unpack_from("<I", message, header)[0]
-    # Old versions say it in the metadata.
+    (distance,) = struct.unpack_from("<I", message, header)
+    batch = header + distance
+    # Old versions of Arrow say it in the metadata.
     return bool(place_of(batch, _COMPRESSION) or place_of(root, _METADATA))
 
 
-def _wrong(batch: pa.RecordBatch) -> Iterator[str]:
-    """Say what of the rows cannot be, by columns: there may be a million."""
+def _problems(batch: pa.RecordBatch) -> Iterator[str]:
+    """Say what in the rows cannot be true; whole columns are compared, since there may be a million rows."""
     if any(batch.column(place).null_count for place, one in enumerate(SCHEMA) if not one.nullable):
         yield "a value is missing"
     if any(batch.column(name).flatten().null_count for name in ("runs", "contents")):
@@ -217,26 +234,26 @@ def _wrong(batch: pa.RecordBatch) -> Iterator[str]:
     before = np.concatenate([[0.0], np.cumsum(rows)])
     ends = np.cumsum(runs.per_shard)
     per_file = before[ends] - before[ends - runs.per_shard]
-    if (per_file > np.maximum(sizes * float(_LEAST_BYTES_A_ROW), _ALLOWED_ROWS)).any() or rows.sum() > _MOST_ROWS:
+    if (per_file > np.maximum(sizes * float(_MOST_ROWS_A_BYTE), _ALLOWED_ROWS)).any() or rows.sum() > _MOST_ROWS:
         yield "more rows than the files can hold"
     if (per_file <= 0).any():
         yield "a file without rows"
     starts, held = integer_column(batch, "num_starts"), integer_column(batch, "held_bytes")
     if (starts <= 0).any() or (held < 0).any() or starts.astype(np.float64).sum() > np.iinfo(np.int64).max // 8:
         yield "a number of starts is none"
-    # One of each run; or of each row of the only run, and the end.
+    # A file has a start of each run; or one of each row of its only run, and the end of the last row.
     if not ((starts == runs.per_shard) | ((runs.per_shard == 1) & (starts - 1 == per_file))).all():
         yield "more rows, or runs, than starts"
 
 
 def integer_column(batch: pa.RecordBatch, column: str) -> NDArray[np.int64]:
-    """Give a column of whole numbers where it is mapped, shape [files]."""
+    """Give a column of whole numbers without a copy; shape [files]."""
     found: NDArray[np.int64] = batch.column(column).to_numpy(zero_copy_only=True)
     return found
 
 
 def runs_of(batch: pa.RecordBatch) -> Runs:
-    """Give the runs of all files where they are mapped."""
+    """Give the runs of all files without a copy."""
     if len(batch) == 0:
         return Runs.of([])
     column = batch.column("runs")
@@ -246,7 +263,7 @@ def runs_of(batch: pa.RecordBatch) -> Runs:
 
 
 def map_starts(path: Path, batch: pa.RecordBatch) -> NDArray[np.int64]:
-    """Map the starts of all files; DataError: their number is another one."""
+    """Map the starts of all files, end to end; DataError: there are more or fewer than `batch` says."""
     total = int(integer_column(batch, "num_starts").sum())
     try:
         found = path.stat().st_size
@@ -261,17 +278,17 @@ def map_starts(path: Path, batch: pa.RecordBatch) -> NDArray[np.int64]:
 
 
 def check_lines(starts: NDArray[np.int64], entry: Entry, *, is_packed: bool, most_bytes: int | None) -> None:
-    """Check the starts of the rows of a file; ValueError: one of them cannot be.
+    """Check the starts of the rows of a file, shape [rows + 1], in bytes; ValueError: one of them cannot be true.
 
-    `is_packed`: whether they are places in what the file unpacks to; `most_bytes` is of the largest row.
+    `is_packed`: the starts are places in the unpacked file. `most_bytes`: size of the largest row; None: any size.
     """
     lengths = np.diff(starts)
-    if [len(lengths)] != [*entry.runs] or starts[0] < 0 or (lengths < 0).any():
+    has_one_run = len(entry.runs) == 1 and entry.runs[0] == len(lengths)
+    if not has_one_run or starts[0] < 0 or (lengths < 0).any():
         raise ValueError("the starts of its rows are not in order")
     end = int(starts[-1])
-    if end > entry.size_bytes and not (
-        is_packed and not expands_too_much(entry.size_bytes, end, allowed_bytes=1 << 30)
-    ):
+    may_be_longer = is_packed and not expands_too_much(entry.size_bytes, end, allowed_bytes=1 << 30)
+    if end > entry.size_bytes and not may_be_longer:
         raise ValueError("rows after its end")
     if most_bytes is not None and (lengths > most_bytes).any():
         raise ValueError("a row that is too long")

@@ -1,4 +1,4 @@
-"""The shards of a source as its index has them: mapped, and each file opened when a row of it is read."""
+"""The shards of a source that has an index: the index is mapped, and a file is opened when a row of it is read."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from urllib.parse import unquote
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
+from numpy.typing import NDArray
 
 from hfdist.config.checks.urls import redact, scheme_of
 from hfdist.config.data import BadRows
 from hfdist.config.override_text import in_shell
 from hfdist.config.paths import expand_user
 from hfdist.data.cache import digest_of
-from hfdist.data.sources.base import FileShard, Layout
+from hfdist.data.sources.base import FilePlace, FileShard, Layout
 from hfdist.data.sources.changed_rows import changed_rows
 from hfdist.data.sources.index_file import (
     FILES,
@@ -26,6 +27,7 @@ from hfdist.data.sources.index_file import (
     STARTS,
     SUMMARY,
     Entry,
+    Summary,
     check_lines,
     damaged_index,
     hash_of,
@@ -50,15 +52,15 @@ from hfdist.errors import ConfigError, DataError
 logger = logging.getLogger(__name__)
 
 _MOST_OPEN = 1024
-"""Shards that a process keeps: their layouts, no open files."""
+"""Number of shards that a process keeps: a shard has a layout, and no open file."""
 _DIGITS = 16
 """Hexadecimal digits of the hash of a part."""
 _CHUNK = 1 << 16
-"""Files whose JSON is made at a time."""
+"""Number of files of which JSON is made at a time."""
 
 
 class IndexedShards(Shards):
-    """Shards that `hfdist index` has noted; nothing is asked of a file before a row of it is read."""
+    """The shards of a source that `hfdist index` has indexed; no file is touched before a row of it is read."""
 
     holds_tokens = False
 
@@ -68,95 +70,94 @@ class IndexedShards(Shards):
         """Map an index.
 
         Args:
-            folder: of the index.
-            path: of the source: a file, a folder, a glob or an address, as when the index was made; it may have moved.
-            rows: what is read of each row.
-            cache: for remote files.
-            on_bad: whether files may be left out.
-            section: of the config, for messages.
+            folder: Folder of the index.
+            path: Path of the source, as when the index was made: a file, a folder, a glob or an address. It may have
+                moved.
+            rows: Reader of the source's rows.
+            cache: Cache of remote files.
+            on_bad: Whether files may be left out.
+            section: Key of the source in the config, for messages.
 
         Raises:
-            ConfigError: there is no index, or one of other columns.
-            DataError: it is damaged, or lacks files that could not be read.
+            ConfigError: There is no index, or it was made for other columns.
+            DataError: The index is damaged, or lacks files that could not be read.
         """
         self._folder, self._rows, self._cache = expand_user(folder), rows, cache
+        summary = self._read_summary(folder, on_bad, f"{section}.index")
+        self._batch = read_files(self._folder / FILES, summary.files_hash)
+        if len(self._batch) == 0:
+            raise damaged_index(self._folder, "no file")
+        self._starts = map_starts(self._folder / STARTS, self._batch)
+        self._starts_ends = np.cumsum(integer_column(self._batch, "num_starts"))
+        self._path, self._root = path, root_of(path)
+        self._is_remote = scheme_of(path) not in (None, "file")
+        self.runs = runs_of(self._batch)
+        self.gives_examples = rows.gives_examples
+        is_large = integer_column(self._batch, "size_bytes") > 2 * SAMPLE_BYTES
+        has_no_contents = self._batch.column("contents").is_null().to_numpy(zero_copy_only=False)
+        self.has_places = bool((is_large & has_no_contents).any())
+        self.local_digest = digest_of([summary.files_hash, self._root])
+        self._kept = lru_cache(maxsize=_MOST_OPEN)(self._open)
+
+    def _read_summary(self, folder: str, on_bad: BadRows, key: str) -> Summary:
+        """Read the summary of the index, and check that it is what the config asks for; `key` is that of `folder`."""
         summary = read_summary(self._folder / SUMMARY)
-        key = f"{section}.index"
         if summary is None:
-            what, name = "there is no finished index", index_folder(section)
-            hint = f"{rows.index_command} with the same overrides, then {key}=runs/NAME/index/{name}"
+            name = index_folder(self._rows.section)
+            hint = f"{self._rows.index_command} with the same overrides, then {key}=runs/NAME/index/{name}"
             if (self._folder / name / SUMMARY).is_file():
                 hint = in_shell(key, f"{folder}/{name}")
-            raise ConfigError(what, where=key, found=folder, hint=hint)
-        if summary.rows_key != rows.key:
-            what, hint = (
-                "the index was made for other columns, or another format",
-                f"{rows.index_command} with the same overrides, and another run.name",
-            )
-            raise ConfigError(what, where=key, found=summary.rows_key, allowed=rows.key, hint=hint)
+            raise ConfigError("there is no finished index", where=key, found=folder, hint=hint)
+        if summary.rows_key != self._rows.key:
+            what = "the index was made for other columns, or another format"
+            hint = f"{self._rows.index_command} with the same overrides, and another run.name"
+            raise ConfigError(what, where=key, found=summary.rows_key, allowed=self._rows.key, hint=hint)
         if summary.left_out:
             if on_bad is BadRows.error:
                 found = f"{len(summary.left_out)} left out; the first: {summary.left_out[0]}"
                 hint = "data.on_bad_rows=skip"
                 raise DataError("the index lacks files that could not be read", where=key, found=found, hint=hint)
             logger.warning("%s: %d files are left out, such as %s", key, len(summary.left_out), summary.left_out[0])
-        self._batch = read_files(self._folder / FILES, summary.files_hash)
-        if len(self._batch) == 0:
-            raise damaged_index(self._folder, "no file")
-        self._starts = map_starts(self._folder / STARTS, self._batch)
-        self._starts_ends = np.cumsum(integer_column(self._batch, "num_starts"))
-        self._path, self._root, self._is_remote = path, root_of(path), scheme_of(path) not in (None, "file")
-        self.runs = runs_of(self._batch)
-        self.gives_examples = rows.gives_examples
-        is_large = integer_column(self._batch, "size_bytes") > 2 * SAMPLE_BYTES
-        self.has_places = bool(
-            (is_large & self._batch.column("contents").is_null().to_numpy(zero_copy_only=False)).any()
-        )
-        self.local_digest = digest_of([summary.files_hash, self._root])
-        self._kept = lru_cache(maxsize=_MOST_OPEN)(self._open)
+        return summary
 
     def open(self, number: int) -> FileShard:
-        """Open a shard; DataError: its file is gone, or another one than was indexed."""
+        """Open the shard of a number; DataError: its file is gone, or has changed since it was indexed."""
         return self._kept(number)
 
     def facts(self) -> Iterator[ShardFacts]:
-        """Take them from the index."""
+        """Give what the index knows of each shard; no file is opened."""
+        rows_per_shard = self.runs.rows_per_shard
         for start in range(0, len(self), _CHUNK):
             chunk = self._batch.slice(start, _CHUNK)
             columns = (chunk.column(name).to_pylist() for name in ("name", "identity", "place", "version"))
-            rows, sizes = self._rows_of(start, len(chunk)), integer_column(chunk, "size_bytes").tolist()
+            rows = rows_per_shard[start : start + _CHUNK].tolist()
+            sizes = integer_column(chunk, "size_bytes").tolist()
             found = zip(*columns, rows, sizes, chunk.column("contents"), strict=True)
             for name, identity, place, version, num_rows, size_bytes, contents in found:
                 values = contents.values.to_numpy() if contents.is_valid else None
+                # A change of any other file would show in its contents, or in its identity.
                 is_compared = values is not None or size_bytes <= 2 * SAMPLE_BYTES
-                yield ShardFacts(name, num_rows, identity, values, None if is_compared else (self._url(place), version))
-
-    def _rows_of(self, start: int, count: int) -> list[int]:
-        """Give the rows of some shards."""
-        ends = np.cumsum(self.runs.per_shard)
-        first = int(ends[start] - self.runs.per_shard[start])
-        counts = self.runs.per_shard[start : start + count]
-        return [
-            int(part.sum()) for part in np.split(self.runs.rows[first : first + counts.sum()], np.cumsum(counts)[:-1])
-        ]
+                file_place = None if is_compared else FilePlace(self._url(place), version)
+                yield ShardFacts(name, num_rows, identity, values, file_place)
 
     def name_of(self, number: int) -> str:
-        """Take it from the index."""
+        """Give the name of a shard, from the index."""
         return str(self._batch.column("name")[number])
 
     def number_of(self, name: str) -> int | None:
-        """Find the name among those of the index."""
+        """Give the number of the shard of a name; None: the index has no such name."""
         number = pc.index(self._batch.column("name"), pa.scalar(name, pa.large_string())).as_py()
         return None if number < 0 else number
 
     def identities_as_json(self, source: str) -> Iterator[str]:
-        """Make it by columns."""
+        """Give [source, name, rows, identity] of each shard as JSON, in pieces of many shards that a comma joins."""
+        # Arrow joins whole columns, since there may be a million shards.
         begin = f'[{json.dumps(source)}, "'
         for chunk, rows in self._chunks():
             yield _joined([begin, _escaped(chunk), '", ', rows, ', "', chunk.column("identity"), '"]'])
 
     def contents_as_json(self, source: str) -> Iterator[str]:
-        """Make it by columns."""
+        """Give ["SOURCE:NAME", rows, identity, parts] of each shard as JSON, in pieces that a comma joins."""
         begin = f"[{json.dumps(source)[:-1]}:"
         for chunk, rows in self._chunks():
             yield _joined(
@@ -164,44 +165,51 @@ class IndexedShards(Shards):
             )
 
     def _chunks(self) -> Iterator[tuple[pa.RecordBatch, pa.Array]]:
-        """Give some rows at a time, with the numbers of their rows as texts."""
+        """Give neighbouring shards of the index at a time, each time with their numbers of rows as texts."""
         rows = pa.array(self.runs.rows_per_shard)
         for start in range(0, len(self), _CHUNK):
             yield self._batch.slice(start, _CHUNK), rows.slice(start, _CHUNK).cast(pa.large_string())
 
     def _address(self, place: str) -> str:
+        """Give the path or the address of a file, by its place in the source."""
         if not self._is_remote:
             # The file has its address in this form.
             return str(Path(self._root, place))
         return f"{self._root}/{place}" if place else self._path
 
     def _url(self, place: str) -> str:
+        """Give the address of a file for messages, without secrets."""
         return redact(self._address(place)) if self._is_remote else self._address(place)
 
     def _open(self, number: int) -> FileShard:
-        entry = Entry(*(self._batch.column(name)[number].as_py() for name in SCHEMA.names))
+        entry = Entry(**{name: self._batch.column(name)[number].as_py() for name in SCHEMA.names})
         file = self._file(entry)
         stop = int(self._starts_ends[number])
         starts = self._starts[stop - entry.num_starts : stop]
         layout = Layout(np.array(entry.runs, dtype=np.int64), starts, entry.held_bytes)
-        try:
-            if hash_of(starts) != entry.starts_hash:
-                raise ValueError("another hash of its starts")
-            if file.name.endswith((".txt", *LINES)):
-                is_text, is_packed = file.name.endswith(".txt"), file.name.endswith((".gz", ".zst"))
-                check_lines(starts, entry, is_packed=is_packed, most_bytes=MOST_DOCUMENT_BYTES if is_text else None)
-            elif len(starts) != len(entry.runs):
-                raise ValueError("other starts than runs")
-        except ValueError as error:
-            raise damaged_index(self._folder, f"{entry.name}: {error}") from error
+        self._check_starts(starts, entry)
         was = None if entry.contents is None else np.array(entry.contents, dtype=np.uint64)
         if file.version != entry.version:
             self._check_same(file, entry, layout, was)
         file.contents = was
         return open_file(file, entry.identity, self._rows, self._cache, layout)
 
+    def _check_starts(self, starts: NDArray[np.int64], entry: Entry) -> None:
+        """Raise a DataError where the starts that the index has of a file cannot be those of its rows or runs."""
+        try:
+            if hash_of(starts) != entry.starts_hash:
+                raise ValueError("another hash of its starts")
+            is_text = entry.name.endswith(".txt")
+            if is_text or entry.name.endswith(LINES):
+                most_bytes = MOST_DOCUMENT_BYTES if is_text else None
+                check_lines(starts, entry, is_packed=entry.name.endswith((".gz", ".zst")), most_bytes=most_bytes)
+            elif len(starts) != len(entry.runs):
+                raise ValueError("other starts than runs")
+        except ValueError as error:
+            raise damaged_index(self._folder, f"{entry.name}: {error}") from error
+
     def _file(self, entry: Entry) -> DataFile:
-        """Give a file as the index knows it; a remote one is asked when it is fetched."""
+        """Give a file as the index knows it; a remote file is not asked for before it is fetched."""
         plain = PurePosixPath(unquote(entry.place) if self._is_remote else entry.place)
         # Names on a disk may hold any characters; those of a listing may not.
         is_odd = not (entry.place + entry.name).isprintable() if self._is_remote else entry.place != entry.name
@@ -224,7 +232,7 @@ class IndexedShards(Shards):
         return file
 
     def _check_same(self, file: DataFile, entry: Entry, layout: Layout, was: Contents | None) -> None:
-        """Compare what a file of another time of change holds; DataError: not what was indexed."""
+        """Compare a file of another version with the index; `was`: hashes of its parts. DataError: it differs."""
         if was is not None:
             read_contents([file], self._cache.folder)
         now = file.contents
@@ -238,18 +246,18 @@ class IndexedShards(Shards):
 
 
 def _joined(columns: Sequence[str | pa.Array]) -> str:
-    """Join columns row by row, and the rows by commas."""
+    """Join columns of texts row by row, and the rows by commas."""
     return ", ".join(_by_rows(columns).to_pylist())
 
 
 def _by_rows(columns: Sequence[str | pa.Array]) -> pa.Array:
-    """Put columns of texts together, row by row; a text stands for a column of it."""
+    """Join columns of texts row by row; a single text is repeated in each row."""
     texts = [pa.scalar(one, pa.large_string()) if isinstance(one, str) else one for one in [*columns, ""]]
     return pc.binary_join_element_wise(*texts)
 
 
 def _escaped(chunk: pa.RecordBatch) -> pa.Array:
-    """Give the names as JSON has them, without quotes around them."""
+    """Give the names of files escaped as JSON wants it, without quotes around them."""
     names = chunk.column("name")
     if not pc.any(pc.match_substring_regex(names, r"[^ !#-\[\]-~]")).as_py():
         return names
@@ -257,12 +265,12 @@ def _escaped(chunk: pa.RecordBatch) -> pa.Array:
 
 
 def _parts(chunk: pa.RecordBatch) -> pa.Array:
-    """Give the contents as JSON has them: hexadecimal digits, or null."""
+    """Give the contents of files as JSON has them: a text of the hexadecimal digits of all hashes, or null."""
     column = chunk.column("contents")
-    # The values are those of all files.
+    # A slice of a column has the values of the whole one: its offsets tell which are of this chunk.
     offsets = column.offsets.to_numpy()
     values = column.values.to_numpy(zero_copy_only=True)[offsets[0] : offsets[-1]]
     digits = values.astype("<u8", copy=False).tobytes().hex().encode()
-    ends = pa.py_buffer((offsets - offsets[0]) * _DIGITS)
-    texts = pa.LargeStringArray.from_buffers(len(column), ends, pa.py_buffer(digits))
+    text_offsets = pa.py_buffer((offsets - offsets[0]) * _DIGITS)
+    texts = pa.LargeStringArray.from_buffers(len(column), text_offsets, pa.py_buffer(digits))
     return pc.if_else(column.is_valid(), _by_rows(['"', texts, '"']), pa.scalar("null", pa.large_string()))

@@ -1,13 +1,14 @@
-"""Messages of a conversation in one canonical form: from OpenAI's messages, ShareGPT's turns, or a text with its role.
+"""Messages of conversations in one canonical form, made of OpenAI's messages, ShareGPT's turns, or plain texts.
 
-A message has a role, and a content that is one text, or tool calls whose arguments are objects; no key of it is null.
+A canonical message has a role, and a content that is one text, or tool calls whose arguments are objects. No key of it
+is null.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from hfdist.data.sources.images import IMAGES, PLACE, part_of
+from hfdist.data.sources.images import IMAGES, PLACE, image_of_part
 from hfdist.data.sources.values import list_of, parsed, refuse, text_of, without_nulls
 
 _SPEAKERS = {
@@ -19,12 +20,13 @@ _SPEAKERS = {
 _ROLES = {speaker: role for role, speakers in _SPEAKERS.items() for speaker in speakers}
 """The role that each value of ShareGPT's `from` stands for."""
 _CALLS = ("function_call", "tool_call")
+"""Values of ShareGPT's `from` whose `value` is a tool call, or several, as JSON."""
 
 Message = dict[str, object]
 
 
 def chat_example(messages: Sequence[Message], row: Mapping[str, object]) -> dict[str, object]:
-    """Give an example of messages, with the tools of its row."""
+    """Give the example of a conversation, with the tools of its row; ContentError: no messages, or no tools."""
     if not messages:
         refuse("the conversation is empty", "messages", None, "a message or more")
     tools = parsed(without_nulls(row.get("tools")))
@@ -32,14 +34,17 @@ def chat_example(messages: Sequence[Message], row: Mapping[str, object]) -> dict
         return {"messages": messages}
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
         refuse("these are no tools", "tools", tools, "a list of JSON schemas, or JSON of one")
-    # Templates expect each inside the envelope that OpenAI gave them.
-    is_bare = [("name" in tool and "function" not in tool) for tool in tools]
-    wrapped = [{"type": "function", "function": t} if bare else t for t, bare in zip(tools, is_bare, strict=True)]
-    return {"messages": messages, "tools": wrapped}
+    return {"messages": messages, "tools": [_wrapped_tool(tool) for tool in tools]}
+
+
+def _wrapped_tool(tool: Message) -> Message:
+    """Give a tool in OpenAI's envelope, which templates expect; rows may have the bare function."""
+    is_bare = "name" in tool and "function" not in tool
+    return {"type": "function", "function": tool} if is_bare else tool
 
 
 def with_system(messages: Sequence[Message], row: Mapping[str, object]) -> Sequence[Message]:
-    """Put the system message of a row, if it has one, before messages that begin without."""
+    """Put the row's system message, if it has one, before messages that do not begin with one."""
     system = row.get("system")
     if not system or (messages and messages[0]["role"] == "system"):
         return messages
@@ -47,7 +52,10 @@ def with_system(messages: Sequence[Message], row: Mapping[str, object]) -> Seque
 
 
 def messages_of(value: object, role: str, part: str) -> list[Message]:
-    """Give the messages of a prompt or an answer, also where they come as JSON; a text is one message of a role."""
+    """Give the canonical messages of a prompt or an answer, which may be JSON; a text is one message of `role`.
+
+    `part` is the name of the column, for messages.
+    """
     if not isinstance(value, str | list):
         refuse("this is neither a text nor a list of messages", part, value, "a text, or a list of messages")
     found = as_messages(value)
@@ -56,7 +64,7 @@ def messages_of(value: object, role: str, part: str) -> list[Message]:
 
 
 def as_messages(value: object) -> object:
-    """Give messages, also where they come as JSON; all else as it is: a text may be JSON of something else."""
+    """Give a list of messages, also of one that is written as JSON; any other value stays as it is."""
     found = parsed(value)
     if isinstance(found, list) and found and all(isinstance(item, dict) and "role" in item for item in found):
         return found
@@ -64,7 +72,7 @@ def as_messages(value: object) -> object:
 
 
 def canonical_message(item: object, part: str) -> Message:
-    """Give a message of OpenAI's form in the canonical one."""
+    """Give a message of OpenAI's form in the canonical form; `part` names its place in messages."""
     if not isinstance(item, dict) or not isinstance(item.get("role"), str):
         what = "a message has no role"
         if isinstance(item, dict) and "from" in item:
@@ -88,7 +96,7 @@ def canonical_message(item: object, part: str) -> Message:
 
 
 def canonical_turn(item: object, part: str) -> Message:
-    """Give the message that a turn of ShareGPT's form says; it may have OpenAI's form already."""
+    """Give a turn of ShareGPT's form, or of OpenAI's, as a canonical message; `part` names its place in messages."""
     turn = item if isinstance(item, dict) else {}
     if "from" not in turn and "role" in turn:
         return canonical_message(turn, part)
@@ -96,10 +104,12 @@ def canonical_turn(item: object, part: str) -> Message:
     if not isinstance(speaker, str) or speaker not in _ROLES:
         refuse("a turn has no speaker that is known", f"{part}.from", speaker, ", ".join(_ROLES))
     value = text_of(turn.get("value"), f"{part}.value")
-    weight = {} if turn.get("weight") is None else {"weight": turn["weight"]}
-    _check_weight(weight, part)
-    # A weight of 1 says no more than none: the row is then as one without weights.
-    weight = {} if weight == {"weight": 1} else weight
+    weight: Message = {}
+    if turn.get("weight") is not None:
+        _check_weight(turn, part)
+        # A weight of 1 says no more than none: the row is then as one without weights.
+        if turn["weight"] != 1:
+            weight = {"weight": turn["weight"]}
     if speaker not in _CALLS:
         return {"role": _ROLES[speaker], "content": value, **weight}
     calls = parsed(value)
@@ -110,7 +120,7 @@ def canonical_turn(item: object, part: str) -> Message:
 
 
 def has_null_arguments(value: object) -> bool:
-    """Whether a row of JSON has tool calls with an argument that is null: it may be meant, or filled up by a table."""
+    """Whether tool calls in a row have an argument that is null, which a table may have filled in."""
     if isinstance(value, dict):
         arguments = value.get("arguments")
         is_filled = isinstance(arguments, dict) and None in arguments.values()
@@ -119,7 +129,7 @@ def has_null_arguments(value: object) -> bool:
 
 
 def _content(content: object, part: str) -> tuple[str, list[object]]:
-    """Give one text, also where it comes in parts, and what the parts say of images; `PLACE` stands for an image."""
+    """Give the content of a message as one text, in which `PLACE` stands for an image, and the images of its parts."""
     if not isinstance(content, list):
         return _without_place(text_of(content, f"{part}.content"), part), []
     texts, images = [], []
@@ -129,29 +139,32 @@ def _content(content: object, part: str) -> tuple[str, list[object]]:
             texts.append(_without_place(text_of(piece.get("text"), f"{part}.content"), part))
         elif kind in ("image", "image_url"):
             texts.append(PLACE)
-            image = part_of(piece)
-            images += [] if image is None else [image]
+            image = image_of_part(piece)
+            if image is not None:
+                images.append(image)
         else:
             refuse("a part is neither text nor an image", f"{part}.content", content, "parts of type text or image")
     return "".join(texts), images
 
 
 def _without_place(text: str, part: str) -> str:
+    """Give a text that has no place for an image; ContentError: it has one, which could forge an image."""
     if PLACE in text:
         refuse("the text holds the private character that stands for an image", f"{part}.content", text, "any other")
     return text
 
 
 def _call(item: object, part: str) -> Message:
-    """Give a tool call, with or without OpenAI's envelope, in the envelope."""
+    """Give a tool call in OpenAI's envelope; `item` may be the bare function."""
     call: dict[str, object] = item if isinstance(item, dict) else {}
     function = call.get("function", call)
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         refuse("a tool call names no function", part, item, '{"function": {"name": ..., "arguments": {...}}}')
-    # The nulls of arguments stay: a call may say so.
+    # The nulls of arguments stay, since a call may pass null.
     arguments = function.get("arguments")
     function = without_nulls(function) | {"arguments": {} if arguments is None else parsed(arguments)}
-    return (without_nulls(call) if "function" in call else {"type": "function"}) | {"function": function}
+    envelope: Message = without_nulls(call) if "function" in call else {"type": "function"}
+    return envelope | {"function": function}
 
 
 def _check_weight(message: Mapping[str, object], part: str) -> None:

@@ -1,4 +1,4 @@
-"""A file as a shard, of the kind that the ending of its name says."""
+"""Files opened as shards: the ending of a file's name says of which kind the shard is."""
 
 from __future__ import annotations
 
@@ -11,14 +11,18 @@ from hfdist.data.storage.filecache import FileCache
 from hfdist.data.storage.files import DataFile
 
 LINES = (".jsonl", ".jsonl.gz", ".jsonl.zst", ".ndjson")
-"""Endings of files that must be read whole to know where their rows are."""
+"""Endings of JSON lines, which must be read whole to know where their rows are."""
 SUFFIXES = (".parquet", ".arrow", ".feather", *LINES, ".txt")
+"""Endings of all files that are read."""
 
 
 def open_file(
     file: DataFile, identity: str, rows: RowReader, cache: FileCache, layout: Layout | None = None
 ) -> FileShard:
-    """Open a file; without its layout, look for its rows. ContentError: it cannot be read as documents."""
+    """Open a file as a shard; without a `layout` its rows are found now.
+
+    ContentError: the file is empty, has no rows, or cannot be read as documents.
+    """
     if not file.size_bytes:
         raise ContentError("the file is empty", where=file.url, allowed="a document or more")
     shard: FileShard
@@ -36,5 +40,5 @@ def open_file(
 
 
 def is_one_document(name: str, runs: list[int]) -> bool:
-    """Whether a file is a document, as text files are: documents may repeat, as rows may."""
+    """Whether a file is one document, as small text files are: documents may be there twice, other files may not."""
     return name.endswith(".txt") and runs == [1]

@@ -1,11 +1,11 @@
-"""Token files: what `recipes/pretokenize.py` has written, read in place.
+"""Token files, which `recipes/pretokenize.py` writes and training reads in place.
 
-    <folder>/meta.json             all about the files; written last
-             tokenizer/            the tokenizer that made them
+    <folder>/meta.json             a record of each file; written last
+             tokenizer/            the tokenizer that made the tokens
              00000.tokens          documents end to end, little-endian uint16 or uint32; of examples, uint32
-                               with the complements of context tokens
-             00000.index.npy       int64, shape [rows + 1]: where each document begins
-             00000.digests.npy     uint64, shape [rows]: `text_digest` of each text
+                                   with the complements of context tokens
+             00000.index.npy       int64, shape [rows + 1]: the first token of each document, and the end of the last
+             00000.digests.npy     uint64, shape [rows]: the hash of each text, which decides whether it is held out
 
 A file holds one shard of the corpus, or several small ones, row for row and in runs as they were, so that a run that
 reads tokens has the order of one that reads the text.
@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,7 +29,7 @@ from hfdist.config.override_text import in_shell
 from hfdist.config.paths import expand_user
 from hfdist.data.cache import load_array
 from hfdist.data.marks import ids_of
-from hfdist.data.sources.base import BadRow, TokenRow, spans_of_part
+from hfdist.data.sources.base import BadRow, FilePlace, TokenRow, spans_of_part
 from hfdist.data.sources.document_batch import TokenColumns
 from hfdist.data.storage.files import LocalFile
 from hfdist.data.storage.identity import MOST_BYTES, digests_of, read_contents
@@ -40,14 +40,17 @@ META = "meta.json"
 TOKENIZER = "tokenizer"
 _MOST_ROWS_AT_ONCE = 1024
 _HELD_BYTES = 8 << 20
+"""Bytes of tokens that are read together."""
 _NPY_HEADER_BYTES = 128
+"""Bytes before the values of a .npy file of one axis, as numpy writes it."""
 _NARROW_BYTES = 2
+"""Bytes of a token in the narrower of the two types."""
 _WRITE_AGAIN = "delete the folder and run recipes/pretokenize.py again"
 
 
 @dataclass(frozen=True)
 class OriginShard:
-    """A shard of the corpus that was tokenized."""
+    """A shard of the corpus of which a token file was made."""
 
     source: str
     shard: str
@@ -57,80 +60,85 @@ class OriginShard:
 
 @dataclass(frozen=True)
 class FileRecord:
-    """What meta.json says about one token file."""
+    """The record of one token file in meta.json."""
 
     name: str
     rows: int
     tokens: int
     digest: str
-    """Digest of all three files: tokens, index and digests."""
+    """Hash of what its three files hold: tokens, offsets and digests."""
     origins: list[OriginShard]
-    """Shards that were tokenized, in order; their runs sum to `rows`."""
+    """Shards that were tokenized into the file, in order; their runs sum to `rows`."""
     bad_rows: list[int]
-    """Rows that could not be read, which are empty documents here."""
+    """Numbers of the rows that could not be read: they are empty documents in the file."""
 
     def origin(self, row: int) -> tuple[OriginShard, int]:
-        """Give the shard and the row from which a document was made."""
+        """Give the shard from which a document was made, and the number of its row there; IndexError: no such row."""
+        first = 0
         for origin in self.origins:
-            if row < sum(origin.runs):
-                return origin, row
-            row -= sum(origin.runs)
+            stop = first + sum(origin.runs)
+            if row < stop:
+                return origin, row - first
+            first = stop
         raise IndexError(row)
 
 
 @dataclass(frozen=True)
 class Meta:
-    """What meta.json says."""
+    """The content of meta.json."""
 
     tokenizer_digest: str
     dtype: str
     """Type of the tokens: uint16 or uint32."""
     files: list[FileRecord]
     encoding: str
-    """`Encoders.digest` of what made them; another one than `tokenizer_digest` where they are examples."""
+    """Digest of all that decides the tokens; it is `tokenizer_digest` unless they are of examples."""
 
 
 class TokenFileShard:
-    """One token file. Memory-mapped on first use, in each process."""
+    """The documents of one token file, which each process memory-maps when it is first used."""
 
     def __init__(
         self, folder: Path, record: FileRecord, meta: Meta, tokenizer: Callable[[], PreTrainedTokenizerBase]
     ) -> None:
-        """Check that the files are there, and as large as they must be; `tokenizer` loads the one that made them."""
+        """Take a token file by its record; `tokenizer` loads the tokenizer that made it.
+
+        DataError: one of its files is missing, or has another size than the record says.
+        """
         self.name = record.name
         self.identity = record.digest
         self.runs: Sequence[int] = [rows for origin in record.origins for rows in origin.runs]
-        mean_bytes = 4 * record.tokens / max(record.rows, 1)
-        self.rows_at_once = min(max(int(_HELD_BYTES / max(mean_bytes, 1)), 1), _MOST_ROWS_AT_ONCE)
-        self._record, self._dtype, self._tokenizer = record, np.dtype(meta.dtype).newbyteorder("<"), tokenizer
+        mean_bytes = max(4 * record.tokens / max(record.rows, 1), 1)
+        self.rows_at_once = min(max(int(_HELD_BYTES / mean_bytes), 1), _MOST_ROWS_AT_ONCE)
+        self._record, self._tokenizer = record, tokenizer
+        self._dtype = np.dtype(meta.dtype).newbyteorder("<")
         self.gives_examples = meta.encoding != meta.tokenizer_digest
-        paths = paths_of(folder, record.name)
-        self._tokens_path, self._index_path, self._digests_path = paths
-        for path, size_bytes in zip(paths, sizes_of(record, meta.dtype), strict=True):
+        self._paths = paths_of(folder, record.name)
+        for path, size_bytes in zip(self._paths, sizes_of(record, meta.dtype), strict=True):
             _check_size(path, size_bytes)
-        self.files = [LocalFile(path, path.name) for path in paths]
-        """Tokens, index and digests."""
+        self.files = [LocalFile(path, path.name) for path in self._paths]
+        """The files of tokens, offsets and digests, in this order."""
 
     @property
     def contents(self) -> NDArray[np.uint64] | None:
-        """Hashes of the parts of its three files."""
+        """Hashes of the parts of its three files, end to end, shape [parts]; None: they are not known."""
         found = [file.contents for file in self.files if file.contents is not None]
         return np.concatenate(found) if len(found) == len(self.files) else None
 
     @property
     def local_identity(self) -> str:
-        """Identity for this machine's caches, with what the files hold now."""
+        """Identity for this machine's caches: `identity`, and hashes of what the files hold now."""
         return json.dumps([self.identity, *digests_of(self.contents)])
 
     @property
-    def place(self) -> tuple[str, str] | None:
-        """Address and times of the files, where they are not compared."""
+    def place(self) -> FilePlace | None:
+        """Address of the tokens and versions of the three files; None: `contents` tells of any change."""
         if self.contents is not None:
             return None
-        return self.files[0].url, " ".join(file.version for file in self.files)
+        return FilePlace(self.files[0].url, " ".join(file.version for file in self.files))
 
     def rows_of_part(self, part: int) -> range | None:
-        """Tell the documents; None: of a part that holds no tokens."""
+        """Give the documents of which tokens lie in a part of `contents`; None: the part is of another file."""
         tokens = self.files[0]
         if tokens.contents is None or part >= len(tokens.contents):
             return None
@@ -138,18 +146,20 @@ class TokenFileShard:
         return range(first, min(stop, self._record.rows))
 
     def token_columns(self, rows: NDArray[np.int64]) -> TokenColumns:
-        """Give documents in the order asked for; their tokens lie where the file is mapped."""
+        """Give documents in the order asked for, without a copy of their tokens."""
         starts = self._offsets[rows]
         return TokenColumns(self._tokens, starts, self._offsets[rows + 1] - starts, self._digests[rows])
 
     def read_tokens(self, rows: Sequence[int]) -> list[TokenRow]:
-        """Give documents in the order asked for, each by itself."""
-        tokens, *others = self.token_columns(np.array(rows, dtype=np.int64))
-        spans = zip(*(column.tolist() for column in others), strict=True)
-        return [TokenRow(tokens[start : start + length].astype(np.int32), digest) for start, length, digest in spans]
+        """Give documents in the order asked for, each with a copy of its tokens."""
+        found = self.token_columns(np.array(rows, dtype=np.int64))
+        spans = zip(found.starts.tolist(), found.lengths.tolist(), found.digests.tolist(), strict=True)
+        return [
+            TokenRow(found.tokens[start : start + length].astype(np.int32), digest) for start, length, digest in spans
+        ]
 
     def read(self, rows: Sequence[int]) -> list[str | BadRow]:
-        """Give texts, without the tokens that mark their ends; DataError where the tokenizer cannot be loaded."""
+        """Give the texts of documents, without special tokens; DataError: the tokenizer cannot be loaded."""
         return [self._decode(row.tokens) for row in self.read_tokens(rows)]
 
     def _decode(self, tokens: NDArray[np.int32]) -> str:
@@ -165,22 +175,22 @@ class TokenFileShard:
         # Complements of context tokens are negative in four signed bytes.
         dtype = self._dtype if self._dtype.itemsize == _NARROW_BYTES else np.dtype("<i4")
         # It becomes a plain array, since slices of a memmap cost ten times as much.
-        return np.asarray(np.memmap(self._tokens_path, dtype, "r"))
+        return np.asarray(np.memmap(self._paths.tokens, dtype, "r"))
 
     @cached_property
     def _offsets(self) -> NDArray[np.int64]:
-        offsets = _load(self._index_path, "<i8", self._record.rows + 1)
+        offsets = _load(self._paths.offsets, "<i8", self._record.rows + 1)
         if offsets[0] != 0 or offsets[-1] != self._record.tokens or (np.diff(offsets) < 0).any():
-            raise _damaged(self._index_path, None, "the index")
+            raise _damaged(self._paths.offsets, None, "the index")
         return offsets
 
     @cached_property
     def _digests(self) -> NDArray[np.uint64]:
-        return _load(self._digests_path, "<u8", self._record.rows)
+        return _load(self._paths.digests, "<u8", self._record.rows)
 
 
 def load_saved(folder: Path) -> PreTrainedTokenizerBase:
-    """Load the tokenizer that is saved in a folder, without running code of it; a DataError where that fails."""
+    """Load the tokenizer that is saved in a folder, without running code of the folder; DataError: that fails."""
     try:
         return AutoTokenizer.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # whatever a parser raises on a damaged file
@@ -188,9 +198,9 @@ def load_saved(folder: Path) -> PreTrainedTokenizerBase:
 
 
 def open_token_shards(path: str, key: str, cache_dir: Path) -> list[TokenFileShard]:
-    """Open the token files of a folder, in order, all checked; `key` of the config names it.
+    """Open the token files of the folder `path`, in order, and check them; `key` is the key of `path` in the config.
 
-    ConfigError: there is no such folder. DataError: it is not finished, damaged, or of another version.
+    ConfigError: there is no such folder. DataError: the folder is not finished, damaged, or of another version.
     """
     folder = expand_user(path)
     if not folder.is_dir():
@@ -208,8 +218,9 @@ def open_token_shards(path: str, key: str, cache_dir: Path) -> list[TokenFileSha
 def check_tokenizer(path: str, digest: str, examples_digest: str) -> None:
     """Check that the token files in `path` hold what the tokenizer and the chat template of a run would make.
 
-    ConfigError: not `digest`, the `tokenizer_digest` of the run's, or not `examples_digest`, which is of all that
-    decides the tokens and targets of an example.
+    `digest` is the run's `tokenizer_digest`; `examples_digest` is of all that decides tokens and targets of examples.
+
+    ConfigError: the files were made with another tokenizer, or by another template.
     """
     meta = read_meta(expand_user(path))
     made_with = meta.tokenizer_digest
@@ -230,7 +241,7 @@ def check_tokenizer(path: str, digest: str, examples_digest: str) -> None:
 
 
 def read_meta(folder: Path) -> Meta:
-    """Read and check meta.json; DataError where it is missing, damaged, or of another version."""
+    """Read and check meta.json; DataError: it is missing, damaged, or of another version."""
     path = folder / META
     if not path.is_file():
         what = "the folder holds no token files, or they are not finished"
@@ -248,10 +259,10 @@ def read_meta(folder: Path) -> Meta:
 
 
 def parse_record(values: Any, number: int) -> FileRecord:
-    """Make the record of the token file `number` from JSON; KeyError, TypeError or ValueError where it is none."""
+    """Make the record of the token file `number` of JSON; KeyError, TypeError or ValueError: it is no record of it."""
     origins = [OriginShard(**origin) for origin in values["origins"]]
     record = FileRecord(**{**values, "origins": origins})
-    # Made here and compared: a name from a file never becomes a path.
+    # The name is made here and compared: a name from a file never becomes a path.
     if record.name != name_of(number):
         raise ValueError(f"file {number} is called {record.name!r}")
     runs = [rows for origin in origins for rows in origin.runs]
@@ -265,23 +276,42 @@ def parse_record(values: Any, number: int) -> FileRecord:
 
 
 def name_of(number: int) -> str:
-    """Name of a token file, without suffixes."""
+    """Give the name of a token file, without endings."""
     return f"{number:05d}"
 
 
-def paths_of(folder: Path, name: str) -> tuple[Path, Path, Path]:
-    """Tokens, index and digests of a token file."""
-    return folder / f"{name}.tokens", folder / f"{name}.index.npy", folder / f"{name}.digests.npy"
+class FilePaths(NamedTuple):
+    """Paths of the three files of a token file."""
+
+    tokens: Path
+    offsets: Path
+    digests: Path
 
 
-def sizes_of(record: FileRecord, dtype: str) -> tuple[int, int, int]:
-    """Size of each of `paths_of`, in bytes."""
-    item_bytes = np.dtype(dtype).itemsize
-    return item_bytes * record.tokens, _NPY_HEADER_BYTES + 8 * (record.rows + 1), _NPY_HEADER_BYTES + 8 * record.rows
+class FileSizes(NamedTuple):
+    """Sizes of the three files of a token file, in bytes."""
+
+    tokens: int
+    offsets: int
+    digests: int
+
+
+def paths_of(folder: Path, name: str) -> FilePaths:
+    """Give the paths of a token file by its name."""
+    return FilePaths(folder / f"{name}.tokens", folder / f"{name}.index.npy", folder / f"{name}.digests.npy")
+
+
+def sizes_of(record: FileRecord, dtype: str) -> FileSizes:
+    """Give the sizes that the files of a record must have; `dtype` is the type of the tokens."""
+    return FileSizes(
+        tokens=np.dtype(dtype).itemsize * record.tokens,
+        offsets=_NPY_HEADER_BYTES + 8 * (record.rows + 1),
+        digests=_NPY_HEADER_BYTES + 8 * record.rows,
+    )
 
 
 def read_json(path: Path) -> Any:
-    """Read a small file of ours; DataError where it is not JSON."""
+    """Read a small file of JSON; DataError: it cannot be read, or is not JSON."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError, OSError) as error:
@@ -293,6 +323,7 @@ def _damaged(path: Path, found: str | None, name: str = "a token file", allowed:
 
 
 def _parse_meta(values: dict[str, Any]) -> Meta:
+    """Make the content of meta.json of JSON; KeyError, TypeError or ValueError: a value cannot be."""
     if values["dtype"] not in ("uint16", "uint32") or not isinstance(values["tokenizer_digest"], str):
         raise ValueError(f"tokens of type {values['dtype']!r}")
     files = [parse_record(record, number) for number, record in enumerate(values["files"])]
@@ -303,6 +334,7 @@ def _parse_meta(values: dict[str, Any]) -> Meta:
 
 
 def _check_size(path: Path, size_bytes: int) -> None:
+    """Raise a DataError where a file is missing, or has another size."""
     found = path.stat().st_size if path.is_file() else None
     allowed = f"{size_bytes} bytes"
     if found is None:
@@ -312,7 +344,7 @@ def _check_size(path: Path, size_bytes: int) -> None:
 
 
 def _load(path: Path, dtype: str, length: int) -> NDArray[Any]:
-    """Map an array of a known shape; DataError where it is another one."""
+    """Map the array of a .npy file; DataError: it has not this type and the shape [length]."""
     try:
         array = load_array(path)
     except (ValueError, OSError, EOFError) as error:

@@ -1,4 +1,4 @@
-"""Compressed files of rows, unpacked as they are read, or once for the cache."""
+"""Compressed files, unpacked while they are read from the start, or once into the cache of files."""
 
 from __future__ import annotations
 
@@ -17,46 +17,47 @@ if TYPE_CHECKING:
     from _typeshed import WriteableBuffer
 
 CODECS = {".gz": "gzip", ".zst": "zstd"}
-"""Arrow's name of the codec, by the ending of a file's name."""
+"""Arrow's names of the codecs, by the endings of file names."""
 PIECE_BYTES = 1 << 20
 """Bytes that are read at a time."""
 _MOST_UNPACKED_BYTES = 1 << 30
-"""The most bytes of an unpacked file, unless it is small beside the packed one."""
+"""Bytes that an unpacked file may always have; more only if the packed file is large, too."""
 
 
 @contextmanager
 def open_unpacked(file: DataFile, codec: str | None) -> Iterator[io.BufferedReader]:
-    """Open a file for reading from its start on, unpacked where there is a codec.
+    """Open a file for reading from its start on; with a `codec`, what is read is unpacked.
 
-    Reading raises ContentError where it is damaged, cut off, or becomes far more than text does.
+    Reading raises a ContentError where the file is damaged, cut off, or expands far more than text does.
     """
     with file.local() as path:
         if codec is None:
             with path.open("rb") as plain:
                 yield plain
             return
-        # Arrow's reader, because zstandard's takes a file that is cut off for one that ends there.
+        # zstandard's own reader would take a file that is cut off for one that ends there; Arrow's does not.
         with pa.OSFile(str(path)) as packed, pa.CompressedInputStream(packed, codec) as stream:
             yield io.BufferedReader(_UnpackingStream(stream, file), PIECE_BYTES)
 
 
 class UnpackedFile:
-    """The unpacked form of a file, as the cache of files asks for what it keeps."""
+    """The unpacked form of a file, which the cache of files can keep: it has a key, a size and `fetch_into`."""
 
     def __init__(self, packed: DataFile, size_bytes: int, codec: str) -> None:
-        self.url, self.size_bytes = packed.url, size_bytes
+        self.url = packed.url
+        self.size_bytes = size_bytes
         # The key holds no address, which may be a relative path: two folders may have files of one size and time.
         self.key = key_of(packed.key, "unpacked")
         self._packed, self._codec = packed, codec
 
     def fetch_into(self, file: BinaryIO) -> None:
-        """Write it into a file of the cache."""
+        """Write the unpacked bytes into an open file of the cache."""
         with open_unpacked(self._packed, self._codec) as unpacked:
             shutil.copyfileobj(unpacked, file, PIECE_BYTES)
 
 
 class _UnpackingStream(io.RawIOBase):
-    """A compressed stream whose damage names the file, and which ends before it fills a disk."""
+    """A stream of unpacked bytes, whose errors name the file, and which fails before it fills a disk."""
 
     def __init__(self, stream: pa.CompressedInputStream, file: DataFile) -> None:
         self._stream, self._file, self._num_bytes = stream, file, 0

@@ -1,1 +1,1 @@
-"""Text and conversations to token ids and targets."""
+"""The encoding of rows: texts, conversations, pairs and labels become token ids and targets."""

@@ -1,4 +1,4 @@
-"""Sources and targets of an encoder-decoder as tokens: the tokenizer's own, with its special tokens."""
+"""The source and the target of an encoder-decoder to tokens, as the tokenizer itself encodes either side."""
 
 from __future__ import annotations
 
@@ -12,15 +12,16 @@ from hfdist.errors import ConfigError, nearest
 
 _SHOWN_CHARACTERS = 80
 _SAMPLE = "A text, written in 12 words."
+"""Text by which it is seen whether the tokenizer encodes targets in another way than sources."""
 _LANGUAGES = {"source_language": "src_lang", "target_language": "tgt_lang"}
-"""Our keys, and the attributes of tokenizers of several languages."""
+"""Keys of the config, and the attributes of tokenizers of several languages that they set."""
 
 
 def adopt_languages(tokenizer: PreTrainedTokenizerBase, config: PairsConfig) -> None:
-    """Set the languages of a tokenizer that has some, in place, so that the model is saved with them.
+    """Set the languages that the config names in the tokenizer itself, so that the model is saved with them.
 
     Raises:
-        ConfigError: the tokenizer has no languages, or not this one.
+        ConfigError: The tokenizer has no languages, or not this one.
     """
     for key, attribute in _LANGUAGES.items():
         language, where = getattr(config, key), f"data.pairs.{key}"
@@ -39,38 +40,41 @@ def adopt_languages(tokenizer: PreTrainedTokenizerBase, config: PairsConfig) -> 
 
 
 class PairEncoder:
-    """Makes one array of a source, whose tokens are context, and its target, whose tokens are targets."""
+    """Encodes pairs: the tokens of a source are context, and those of its target, after them, are learned."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, config: PairsConfig) -> None:
         self._tokenizer, self._config = tokenizer, config
 
     def encode(self, source: str, target: str) -> Tokens:
-        """Give the tokens of a row; shape [tokens of the source and the target].
+        """Give the tokens of a source, as complements, and of its target; shape [tokens of both].
 
         Raises:
-            ContentError: the tokenizer has no token for one of them.
+            ContentError: The tokenizer has no token for one of them.
         """
-        sides = (
-            (self.source(source), "source", source),
-            (self._call(self._config.max_target_tokens, text_target=target), "target", target),
-        )
-        for ids, name, text in sides:
-            if not ids:
-                raise ContentError(f"the tokenizer has no token for the {name}", found=text[:_SHOWN_CHARACTERS])
-        (context, *_), (targets, *_) = sides
+        context = self.source(source)
+        _check_tokens(context, "source", source)
+        targets = self._call(self._config.max_target_tokens, text_target=target)
+        _check_tokens(targets, "target", target)
         return np.concatenate([~np.array(context, dtype=np.int32), np.array(targets, dtype=np.int32)])
 
     def source(self, text: str) -> list[int]:
-        """Give the tokens of a source, with what is put before it."""
+        """Give the tokens of a source, after those of `data.pairs.source_prompt`."""
         return self._call(self._config.max_source_tokens, text=self._config.source_prompt + text)
 
     def target_sample(self) -> list[int] | None:
-        """Give the tokens of a sample as a target; None: they are those of a source."""
+        """Give the tokens of a sample text as a target; None: the tokenizer encodes a target as it does a source."""
         found = self._call(None, text_target=_SAMPLE)
         return None if found == self._call(None, text=_SAMPLE) else found
 
-    def _call(self, most: int | None, **text: str) -> list[int]:
-        cut = {} if most is None else {"truncation": True, "max_length": most}
+    def _call(self, most_tokens: int | None, **text: str) -> list[int]:
+        """Call the tokenizer with `text=` for a source, or `text_target=` for a target."""
+        cut = {} if most_tokens is None else {"truncation": True, "max_length": most_tokens}
         # A text that is a special token must not forge one; longer texts than the model's positions are refused later.
         ids = self._tokenizer(**text, verbose=False, split_special_tokens=True, **cut)["input_ids"]
         return list(ids)
+
+
+def _check_tokens(ids: list[int], side: str, text: str) -> None:
+    """Raise a ContentError where a text of a side has no token."""
+    if not ids:
+        raise ContentError(f"the tokenizer has no token for the {side}", found=text[:_SHOWN_CHARACTERS])
