@@ -14,7 +14,7 @@ from hfdist.trainer.step.forwards import evaluating
 from hfdist.trainer.training import Training
 from hfdist.tune.document_table import places
 from hfdist.tune.preference import Preferences
-from hfdist.tune.reference import REFERENCE, answers_of
+from hfdist.tune.reference import REFERENCE, bind_log_probabilities
 from hfdist.tune.reference_weights import ReferenceWeights, following
 from hfdist.tune.shared_values import share_values
 
@@ -63,7 +63,7 @@ class FollowedPreferences(Preferences):
     def _compute(self, batches: Iterable[Batch], forward: Forward) -> None:
         """Compute the reference's log-probabilities of the documents of batches. A collective."""
         self._log_probabilities = {}
-        log_probabilities_of = answers_of(self._training)
+        log_probabilities_of = bind_log_probabilities(self._training)
         with self._weights.in_place():
             for batch in batches:
                 values = share_values(self._training, batch, forward, log_probabilities_of)
