@@ -217,7 +217,7 @@ class Broker:
             logger.warning("no generator has joined yet, and the run waits for one: %s", self._invitation)
             self._invitation = None
         answer_seconds, silent_seconds = self._dispatcher.answer_seconds, now - self._heard_seconds
-        # After once this time prompts go to other generators, which have as long.
+        # A prompt goes to another generator after `answer_seconds`, and that one has as long.
         if silent_seconds > 2 * answer_seconds:
             what = f"no generator has answered for {silent_seconds:.0f} s"
             hint = f"a longer time, as task.answer_seconds={2 * answer_seconds:g}"
