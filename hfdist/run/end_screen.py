@@ -101,7 +101,7 @@ def _quality(end: Ending) -> str:
         return "not measured: the run has no held-out data"
     if before is None and task.name.traits.has_reference and task.loss in LOSSES and not task.nll_weight:
         # Before the first step the model is its own reference.
-        before = float(LOSSES[task.loss].of(torch.zeros(()), torch.zeros(()), task))
+        before = float(LOSSES[task.loss].function(torch.zeros(()), torch.zeros(()), task))
     words = f"held-out loss {loss:.4f}" + ("" if before is None else f" ({before:.4f} before training)")
     if task.name.traits.is_of_next_tokens:
         words += f", perplexity {perplexity(loss):,.1f}"

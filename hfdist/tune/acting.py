@@ -1,4 +1,4 @@
-"""Answers that are episodes with the environment of a run."""
+"""Episodes of one model: it answers each prompt by taking turns with the environment of the run."""
 
 from __future__ import annotations
 
@@ -38,7 +38,18 @@ def make_turns(
     *,
     are_chats: bool,
 ) -> TurnTokens:
-    """Make the tokens of turns; ConfigError: the chat template of the data cannot write several of them."""
+    """Make what turns the words of an environment into tokens, with its tools in the chat template.
+
+    Args:
+        config: config of the run.
+        schemas: JSON schemas of the environment's tools.
+        tokenizer: tokenizer of the model.
+        end_ids: tokens that end a turn.
+        are_chats: whether the data hold conversations.
+
+    Raises:
+        ConfigError: the chat template of the data cannot write several turns.
+    """
     chat: ChatConfig = replace(config.data.chat, tools=list(schemas))
     return TurnTokens(tokenizer, chat, end_ids, are_chats=are_chats)
 
@@ -48,15 +59,17 @@ def check_turns(
 ) -> None:
     """Check `task.environment` with the chat template of the data, before the model is built.
 
-    ConfigError: see `make_turns`.
+    Raises:
+        ConfigError: the template cannot write several turns.
     """
     generation = GenerationConfig.from_model_config(architecture)
     if config.model.init is Init.pretrained and config.model.name is not None:
         # A model without such a file ends its turns as its config says.
         with suppress(OSError):
             generation = GenerationConfig.from_pretrained(config.model.name, local_files_only=True)
-    schemas, ends = load_environment(config.task).tools, find_end_ids(generation, tokenizer)
-    make_turns(config, schemas, tokenizer, ends, are_chats=bool(are_chats(corpus)))
+    schemas = load_environment(config.task).tools
+    end_ids = find_end_ids(generation, tokenizer)
+    make_turns(config, schemas, tokenizer, end_ids, are_chats=bool(are_chats(corpus)))
 
 
 class Acting:
@@ -69,11 +82,12 @@ class Acting:
         are_chats: whether the data hold conversations.
         waiting: makes a context in which a rank may wait for long.
 
-    ConfigError: the chat template of the data cannot write several turns.
+    Raises:
+        ConfigError: the chat template of the data cannot write several turns.
     """
 
     names = ("turns", "tool_calls", "failed_episodes")
-    """Names of the figures of answers."""
+    """Names of the figures that `figures` gives."""
 
     def __init__(
         self,
@@ -85,14 +99,15 @@ class Acting:
         waiting: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
         factory, schemas = load_environment(config.task)
-        ends, self._sampler = sampler.limits.end_ids, sampler
+        end_ids = sampler.limits.end_ids
+        self._sampler = sampler
         self._setting = Setting(
             task=config.task,
             tokenizer=tokenizer,
-            turns=make_turns(config, schemas, tokenizer, ends, are_chats=are_chats),
+            turns=make_turns(config, schemas, tokenizer, end_ids, are_chats=are_chats),
             factory=factory,
             schemas={schema["function"]["name"]: schema for schema in schemas},
-            end_ids=ends,
+            end_ids=end_ids,
             fill_id=fill_id(tokenizer),
             topology=sampler.topology,
             waiting=waiting,
@@ -120,25 +135,27 @@ class Acting:
         Returns:
             The examples with their prompts as the model has read them, and the answers.
         """
-        text = self._setting.text
-        rows = [
-            Row(
-                prompt=text(example.prompt),
-                reference=text(example.reference),
-                columns=example.columns,
-                seed=int.from_bytes(hashlib.blake2b(name.encode(), digest_size=8).digest(), "little"),
-            )
-            for example, name in zip(examples, names, strict=True)
-        ]
+        rows = [self._row(example, name) for example, name in zip(examples, names, strict=True)]
         episodes = Episodes(self._setting, [example.prompt for example in examples], rows)
+        # The environment is a user's code: the random numbers that it draws are not those of the training.
         with keeping_generators():
             episodes.play(lambda asked: self._draw(asked, seeds, forward, rows_at_once))
         self.warn_of_failed(examples, episodes.answers)
-        read = [replace(one, prompt=prompt) for one, prompt in zip(examples, episodes.prompts, strict=True)]
+        read = [replace(example, prompt=prompt) for example, prompt in zip(examples, episodes.prompts, strict=True)]
         return read, episodes.answers
 
+    def _row(self, example: Example, name: str) -> Row:
+        """Make what an environment begins an episode with; its seed follows from the name of the prompt."""
+        digest = hashlib.blake2b(name.encode(), digest_size=8).digest()
+        return Row(
+            prompt=self._setting.text(example.prompt),
+            reference=self._setting.text(example.reference),
+            columns=example.columns,
+            seed=int.from_bytes(digest, "little"),
+        )
+
     def warn_of_failed(self, examples: Sequence[Example], answers: Sequence[Answer]) -> None:
-        """Name the first episode of this data rank that has failed, once."""
+        """Log the first episode of this data rank that has failed, on one rank of the model replica."""
         if self._sampler.topology.is_first_of_replica:
             texts = [self._setting.text(example.prompt) for example in examples]
             warn_of_failed(self._setting.task.environment, texts, answers)
@@ -146,17 +163,23 @@ class Acting:
     def _draw(
         self, asked: Sequence[Asked], seeds: Sequence[int] | None, forward: Forward, rows_at_once: int
     ) -> list[Drawn]:
-        """Draw a turn of each."""
+        """Draw the turns that the model is asked for."""
+        turn_seeds = None
+        if seeds is not None:
+            # A filler belongs to no episode: any seed will do.
+            turn_seeds = [0 if turn.place is None else seeds[turn.place] for turn in asked]
         return self._sampler.draw(
-            [one.tokens for one in asked],
-            None if seeds is None else [0 if one.place < 0 else seeds[one.place] for one in asked],
+            [turn.tokens for turn in asked],
+            turn_seeds,
             forward,
             rows_at_once=rows_at_once,
-            before=[one.num_before for one in asked],
-            budgets=[one.budget for one in asked],
+            before=[turn.num_before for turn in asked],
+            budgets=[turn.budget for turn in asked],
         )
 
     def figures(self, answers: Sequence[Answer]) -> Mapping[str, list[float]]:
-        """Give the figures of answers."""
-        columns = [[one.num_turns, one.num_calls, one.fault is not None] for one in answers]
-        return {name: [float(values[place]) for values in columns] for place, name in enumerate(self.names)}
+        """Give the turns, the calls of tools, and 1.0 for a failure, of each answer, by the name of the figure."""
+        turns = [float(answer.num_turns) for answer in answers]
+        tool_calls = [float(answer.num_calls) for answer in answers]
+        failed = [float(answer.fault is not None) for answer in answers]
+        return dict(zip(self.names, (turns, tool_calls, failed), strict=True))

@@ -1,8 +1,8 @@
-"""The objective of a run, from `task.*`."""
+"""Which objective a run trains, by `task.name`, and whether the tokenizer and the rewards fit it."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from transformers import PreTrainedTokenizerBase, TrainingArguments
 
@@ -46,15 +46,26 @@ def make_objective(
     strategy: Strategy,
     arguments: TrainingArguments,
 ) -> Objective | None:
-    """Make the objective of a run; None: it trains next tokens."""
+    """Make the objective of a run.
+
+    Args:
+        config: config of the run.
+        tokenizer: tokenizer of the model.
+        held_out: the held-out rows, from which prompts of evaluations are taken; None: there are none.
+        strategy: layout in which the model is trained; frozen models are sharded by it.
+        arguments: the Trainer's arguments.
+
+    Returns:
+        The objective; None: the run trains next tokens.
+    """
     task = config.task
     match task.name:
         case TaskName.dpo | TaskName.cpo:
             if task.ref_model_sync_steps is not None:
                 return FollowedPreferences(task)
-            return Preferences(task, _table(config) if task.name.traits.has_reference else None)
+            return Preferences(task, _reference_table(config) if task.name.traits.has_reference else None)
         case TaskName.kto:
-            return KahnemanTversky(task, _table(config))
+            return KahnemanTversky(task, _reference_table(config))
         case TaskName.reward:
             return RewardPairs()
         case TaskName.embed:
@@ -72,25 +83,38 @@ def make_objective(
         case TaskName.span_corruption:
             return SpanCorruption(task, config.train.seed, tokenizer, config.data.sequence_length)
         case TaskName.distill:
-            teacher = Teacher(task, layout=strategy, arguments=arguments)
-            if task.teacher_top_k is not None:
-                return Distillation(task, KeptTeacher(config.run.folder.teacher, teacher, task))
-            lines = _lines(config, num_answers=1)
-            return Distillation(
-                task, teacher, StudentAnswers(config, tokenizer, lines=lines) if task.on_policy else None
-            )
+            return _distillation(config, tokenizer, Teacher(task, layout=strategy, arguments=arguments))
         case TaskName.grpo | TaskName.rloo | TaskName.ppo | TaskName.online_dpo:
             rollouts = Rollouts(
                 config,
                 _rewards(config, tokenizer, strategy, arguments),
                 tokenizer,
                 examples=_held_out_prompts(held_out, config),
-                lines=_lines(config, num_answers=task.num_generations),
+                lines=_rollout_lines(config, num_answers=task.num_generations),
             )
-            if task.name is TaskName.online_dpo:
-                return OnlinePreferences(task, rollouts)
-            return (ProximalPolicy if task.name is TaskName.ppo else PolicyGradient)(task, rollouts)
+            return _learning_from_answers(config, rollouts)
     return None
+
+
+def _distillation(config: RunConfig, tokenizer: PreTrainedTokenizerBase, teacher: Teacher) -> Distillation:
+    task = config.task
+    if task.teacher_top_k is not None:
+        return Distillation(task, KeptTeacher(config.run.folder.teacher, teacher, task))
+    if not task.on_policy:
+        return Distillation(task, teacher)
+    lines = _rollout_lines(config, num_answers=1)
+    return Distillation(task, teacher, StudentAnswers(config, tokenizer, lines=lines))
+
+
+def _learning_from_answers(config: RunConfig, rollouts: Rollouts) -> Objective:
+    """Make an objective in which the model learns from rewards of its own answers."""
+    match config.task.name:
+        case TaskName.online_dpo:
+            return OnlinePreferences(config.task, rollouts)
+        case TaskName.ppo:
+            return ProximalPolicy(config.task, rollouts)
+        case _:
+            return PolicyGradient(config.task, rollouts)
 
 
 def _held_out_prompts(held_out: object, config: RunConfig) -> list[Example]:
@@ -108,26 +132,42 @@ def check_special_tokens(config: RunConfig, tokenizer: PreTrainedTokenizerBase) 
 
 
 def check_rewards(names: Mapping[str, float]) -> None:
-    """Raise a ConfigError on a reward that no package offers, or that runs programs where they cannot be confined."""
-    made = {name: lambda generations: [0.0] * len(generations) for name in (REWARD_MODEL, ENVIRONMENT)}
-    for reward in load_rewards(names, where="task.rewards", others=made):
+    """Check the rewards of a run before it begins.
+
+    Args:
+        names: the weight of each reward, by the name of the reward.
+
+    Raises:
+        ConfigError: no package offers a reward, or a reward runs programs and this machine cannot confine them.
+    """
+    # These two come from the run itself: here only their names count.
+    from_run = dict.fromkeys((REWARD_MODEL, ENVIRONMENT), _score_nothing)
+    for reward in load_rewards(names, where="task.rewards", others=from_run):
         if reward.name in SANDBOXED:
+            # A program that does nothing: the sandbox raises the error if it cannot start.
             reward([Generation(prompt="", text="", reference="assert True")])
+
+
+def _score_nothing(generations: Sequence[Generation]) -> list[float]:
+    return [0.0] * len(generations)
 
 
 def _rewards(
     config: RunConfig, tokenizer: PreTrainedTokenizerBase, strategy: Strategy, arguments: TrainingArguments
 ) -> list[Reward]:
+    """Load the rewards of the run; the environment and the reward model give theirs through functions made here."""
     path = config.task.reward_model
-    made: dict[str, Score] = {ENVIRONMENT: lambda generations: [one.environment_reward for one in generations]}
+    from_run: dict[str, Score] = {ENVIRONMENT: lambda generations: [one.environment_reward for one in generations]}
     if path is not None:
-        made[REWARD_MODEL] = LearnedReward(path, tokenizer, layout=strategy, arguments=arguments)
-    return load_rewards(config.task.rewards, where="task.rewards", others=made)
+        from_run[REWARD_MODEL] = LearnedReward(path, tokenizer, layout=strategy, arguments=arguments)
+    return load_rewards(config.task.rewards, where="task.rewards", others=from_run)
 
 
-def _lines(config: RunConfig, *, num_answers: int) -> RolloutLines:
+def _rollout_lines(config: RunConfig, *, num_answers: int) -> RolloutLines:
     return RolloutLines(config.run.folder.rollouts, config.report.log_every, num_answers)
 
 
-def _table(config: RunConfig) -> ReferenceTable:
-    return ReferenceTable(config.run.folder.reference, plain([config.model, config.adapter.path, config.train.seed]))
+def _reference_table(config: RunConfig) -> ReferenceTable:
+    # What the weights before the first step follow from: the log-probabilities of another reference do not count.
+    reference = plain([config.model, config.adapter.path, config.train.seed])
+    return ReferenceTable(config.run.folder.reference, reference)

@@ -1,7 +1,7 @@
-"""Labels of texts, or of their words: the loss of transformers' own classes, divided by the global batch's items.
+"""Classification of texts, or of the words of texts, with the losses of transformers' own classes.
 
-A model reads each text in a row of its own, so its class's forward says all that is before the loss: pooling, dropout,
-and which token's state a decoder takes.
+A model reads each text in a row of its own. So the forward of its class decides all that comes before the loss:
+pooling, dropout, and which token's state a decoder takes. A step's loss is the mean over the global batch's items.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 import json
 from pathlib import Path
-from typing import cast
+from typing import NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -27,21 +27,34 @@ from hfdist.trainer.training import Training
 from hfdist.tune.labelled_texts import IDS, LABELS, MASK, SEGMENTS, have_labels, take_apart
 
 _TYPES = "token_type_ids"
+"""Input of models that tell the first text of a pair from the second."""
+
+
+class _LabelCounts(NamedTuple):
+    """Number of items for each label; shape [labels] each."""
+
+    right: torch.Tensor
+    """Items that have the label and were given it."""
+    given: torch.Tensor
+    """Items that were given the label."""
+    wanted: torch.Tensor
+    """Items that have the label."""
 
 
 class TextsWithLabels(Objective):
-    """What objectives over texts with labels share: how a model reads them."""
+    """What objectives over texts with labels share: how a model reads the texts."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
         super().__init__()
         self._tells_segments = _TYPES in tokenizer.model_input_names
 
     def begin(self, training: Training) -> None:
-        """See `Objective.begin`."""
+        """Find the padding token of the model, and whether the model tells the texts of a pair apart."""
         super().begin(training)
         model = cast(PreTrainedModel, training.model)
         self._padding = padding_id(model) or 0
-        self._tells_segments = self._tells_segments and _TYPES in inspect.signature(model.forward).parameters
+        takes_segments = _TYPES in inspect.signature(model.forward).parameters
+        self._tells_segments = self._tells_segments and takes_segments
 
     def write_files(self, folder: Path) -> None:
         """Write the padding into the model's config, which an export leaves out where it is the end token.
@@ -54,11 +67,15 @@ class TextsWithLabels(Objective):
             path.write_text(json.dumps(values, indent=2, sort_keys=True) + "\n", encoding="utf-8")
 
     def prepare(self, batch: Batch) -> Batch:
-        """Take the texts of rows apart, unless they are: items are counted before."""
+        """Put each text of a row in a row of its own; a batch whose texts are apart already stays as it is."""
+        # `count` comes here with batches that are not prepared yet, and with prepared ones.
         return batch if IDS in batch else take_apart(batch, self._padding)
 
     def read(self, model: nn.Module, batch: Batch) -> torch.Tensor:
-        """Give the model's numbers for each text; shape [rows, texts, ...], float32."""
+        """Give the model's logits for a batch from `prepare`, as float32.
+
+        Their shape is [rows, texts, labels], or [rows, texts, tokens, labels] if the model labels words.
+        """
         ids = batch[IDS]
         inputs = {"input_ids": ids.flatten(0, 1), "attention_mask": batch[MASK].flatten(0, 1)}
         if self._tells_segments:
@@ -73,9 +90,10 @@ class Classification(TextsWithLabels):
     def __init__(self, tokenizer: PreTrainedTokenizerBase, labels: LabelsConfig) -> None:
         super().__init__(tokenizer)
         self._problem, self._num_labels = labels.problem_type, len(labels.names)
-        self._counts: dict[bool, torch.Tensor] = {}
-        """Items that have a label and were given it, that were given it, and that have it, of each label, by whether
-        the model trains; shape [3, labels]."""
+        self._trained_counts: torch.Tensor | None = None
+        """`_LabelCounts` of the training as one tensor, since `figures` was called last; shape [3, labels]."""
+        self._held_out_counts: torch.Tensor | None = None
+        """The same tensor for the held-out set."""
         self.names = () if self._problem is ProblemType.regression else ("accuracy",)
 
     def count(self, batch: Batch) -> torch.Tensor:
@@ -104,25 +122,40 @@ class Classification(TextsWithLabels):
         return cross_entropy(logits, targets, reduction="sum")
 
     def _note_labels(self, given: torch.Tensor, wanted: torch.Tensor) -> None:
-        """Take which labels items were given, and which they have; shape [items, labels]."""
+        """Count the right labels: `given` are those of the model, `wanted` those of the data; shape [items, labels]."""
         is_right = (given == wanted).all(-1)
         self._note(torch.ones_like(is_right), {"accuracy": is_right.float()})
-        counts = torch.stack([(given & wanted).sum(0), given.sum(0), wanted.sum(0)]).double()
-        trains = bool(self._training.model.training)
-        self._counts[trains] = self._counts.get(trains, 0) + counts
+        counts = _LabelCounts(right=(given & wanted).sum(0), given=given.sum(0), wanted=wanted.sum(0))
+        added = torch.stack(counts).double()
+        if self._training.model.training:
+            self._trained_counts = added if self._trained_counts is None else self._trained_counts + added
+        else:
+            self._held_out_counts = added if self._held_out_counts is None else self._held_out_counts + added
 
     def figures(self, *, trains: bool) -> dict[str, float]:
         """Give the accuracy, and the mean of the F1 scores of all labels that occur. A collective."""
         figures = super().figures(trains=trains)
         if self._problem is ProblemType.regression:
             return figures
-        nothing = torch.zeros(3, self._num_labels, dtype=torch.float64, device=self._training.args.device)
-        counts = self._counts.pop(trains, nothing)
+        counts = self._take_label_counts(trains=trains)
+        num_named = counts.given + counts.wanted
+        occurs = num_named > 0
+        if not bool(occurs.any()):
+            return figures
+        scores = 2 * counts.right / num_named
+        return figures | {"f1": float(scores[occurs].mean())}
+
+    def _take_label_counts(self, *, trains: bool) -> _LabelCounts:
+        """Give the counts of all ranks since the last call, and begin anew. A collective."""
+        if trains:
+            counts, self._trained_counts = self._trained_counts, None
+        else:
+            counts, self._held_out_counts = self._held_out_counts, None
+        if counts is None:
+            counts = torch.zeros(3, self._num_labels, dtype=torch.float64, device=self._training.args.device)
         if dist.is_initialized():
             dist.all_reduce(counts)
-        right, given, wanted = counts
-        occurs = given + wanted > 0
-        return figures | ({"f1": float((2 * right / (given + wanted))[occurs].mean())} if bool(occurs.any()) else {})
+        return _LabelCounts(*counts)
 
 
 class TokenClassification(Classification):

@@ -1,8 +1,8 @@
 """Distillation: a model learns the distribution that a teacher has over each next token (GKD, arXiv 2306.13649).
 
-The loss is the divergence at each target, `models/loss/divergence.py`, a mean over the targets of the global batch. The
-targets are those of ordinary rows, or in a share of the steps the tokens of the model's own answers. Logits exist some
-rows at a time, those of the teacher too.
+The loss is a divergence of the two distributions, a mean over the targets of the global batch. The targets are the
+tokens of the rows, or in a share of the steps the tokens of the model's own answers. Logits of the model and of the
+teacher exist for some rows at a time.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ class Distillation(Objective):
 
     Args:
         task: `task.*` of the run.
-        teacher: says how likely each token is: now, or before the first step.
-        answers: gives the model's own answers; None: the rows are learned from as they are.
+        teacher: says how likely each token is; a `KeptTeacher` has said it before the first step.
+        answers: gives the model's own answers; None: the model learns from the rows as they are.
     """
 
     def __init__(self, task: TaskConfig, teacher: Teacher | KeptTeacher, answers: StudentAnswers | None = None) -> None:
@@ -41,22 +41,22 @@ class Distillation(Objective):
         return (batch["labels"][:, 1:] != IGNORED).sum()
 
     def begin(self, training: Training) -> None:
-        """Let the teacher compute what is kept of it."""
+        """Begin the teacher, which may compute its likeliest tokens for all rows now. A collective."""
         super().begin(training)
         self._teacher.begin(training)
         if self._answers is not None:
             self._answers.begin(training)
 
     def callbacks(self) -> list[TrainerCallback]:
-        """Give the callback that writes rollouts.jsonl, if there are answers."""
+        """Give the callback that writes rollouts.jsonl, if the model answers prompts."""
         return [] if self._answers is None else [self._answers.lines]
 
     def prepare(self, batch: Batch) -> Batch:
-        """Add what is kept of the teacher."""
+        """Add the teacher's likeliest tokens to a batch, if they were computed before the first step."""
         return self._teacher.prepare(batch)
 
     def begin_step(self, batches: list[Batch], hooks: TrainerHooks) -> list[Batch]:
-        """Let the model answer the prompts, in the steps that have its own answers."""
+        """Put the model's own answers in place of the rows, in the steps that have them. A collective."""
         if self._answers is not None and self._answers.has(self._training.state.global_step):
             batches = self._answers.answer(batches)
             lengths = torch.cat([(batch["labels"] != IGNORED).sum(1) for batch in batches])
@@ -64,6 +64,6 @@ class Distillation(Objective):
         return super().begin_step(batches, hooks)
 
     def loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
-        """Sum the divergences at the targets."""
+        """Sum the divergences from the teacher at the targets of a batch."""
         teacher, temperature = self._teacher.rows(batch), self._task.temperature
         return sum_from_teacher(self._training.head, model, batch, teacher, temperature=temperature)

@@ -1,6 +1,7 @@
-"""What is computed once of each document, before the first step, and kept in the run's folder: a resume finds it there.
+"""A table of values that are computed once for each document, before the first step, and kept for a resume.
 
 batches of all steps, and of the held-out sets   ->  documents that are not known yet  ->  learned, written, read
+                                                                                           (the run's folder)
 """
 
 from __future__ import annotations
@@ -32,30 +33,33 @@ _KNOWN = "known.json"
 _LOG_EVERY_SECONDS = 30.0
 
 Learn = Callable[[Batch], bool]
-"""Learns what is not known yet of the documents of a batch; whether some rank lacked any. A collective."""
+"""Computes the values of a batch's documents that are not known yet. A collective.
+
+It returns True if some rank lacked any of them."""
 
 
 class Place(NamedTuple):
-    """A document with targets in a batch."""
+    """Where a document that has targets stands in a batch."""
 
     row: int
     start: int
-    """Its first token."""
+    """Place of the document's first token in the row."""
     stop: int
+    """Place after the document's last token."""
     key: int
-    """A hash of what it holds."""
+    """Hash of the document's tokens, targets and images: the key of its values in a table."""
 
 
 class DocumentTable:
-    """Values of documents, by a hash of what a document holds. Derived classes compute, write and read them.
+    """Values of documents, by `Place.key`. Derived classes compute, write and read the values.
 
     Args:
-        folder: the folder in which they are kept.
-        model: JSON values that name the model that gives them; those of another model do not count.
+        folder: the folder in which the values are kept.
+        model: JSON values that name the model that gives the values; values of another model do not count.
     """
 
     title: str
-    """What it holds, for people."""
+    """Words for the log that name the values."""
 
     def __init__(self, folder: Path, model: object) -> None:
         self._folder, self._model = folder, json.dumps(model, sort_keys=True)
@@ -66,30 +70,31 @@ class DocumentTable:
 
     @property
     def num_documents(self) -> int:
-        """Number of documents that are known."""
+        """Number of documents whose values are known."""
         raise NotImplementedError
 
     def _write(self, rank: int) -> None:
-        """Write what this rank has learned."""
+        """Write the values that this rank has computed."""
         raise NotImplementedError
 
     def _read(self) -> None:
-        """Read what all ranks have written, and nothing of another model."""
+        """Read the values that all ranks have written, and none of another model."""
         raise NotImplementedError
 
     # ---- what all have ----
 
     def fill(self, training: Training, learning: Callable[[], AbstractContextManager[Learn]]) -> None:
-        """Learn what is not known yet of all steps and of the held-out sets. A collective.
+        """Compute all values that are not known yet, for all steps and the held-out sets. A collective.
 
         Args:
             training: a training that has not begun.
-            learning: makes a context, and gives what learns a batch in it.
+            learning: makes a context in which a `Learn` may be called, and gives that `Learn`.
         """
         assert training.stream is not None
         stream, args = training.stream.at_beginning(), training.args
         num_sequences = args.max_steps * training.strategy.batch.global_batch_size
-        num_batches, began = args.max_steps * args.gradient_accumulation_steps, time.monotonic()
+        num_batches = args.max_steps * args.gradient_accumulation_steps
+        begin = time.monotonic()
         # A rank that cannot read takes the others along.
         on_all_ranks(self._read_kept)
         if self._num_sequences.get(stream.identity, 0) >= num_sequences:
@@ -97,26 +102,27 @@ class DocumentTable:
             num_batches = 0
         batches = iter(stream.loader(batch_size=args.per_device_train_batch_size))
         with closing(batches), learning() as learn:
-            asked = chain(_held_out(training.trainer), islice(batches, num_batches))
-            has_learned = self._learn_all(asked, num_batches, learn)
+            needed = chain(_held_out(training.trainer), islice(batches, num_batches))
+            has_learned = self._learn_all(needed, num_batches, learn)
         if not has_learned and not num_batches:
             return
         on_all_ranks(lambda: self._write(training.strategy.topology.rank))
-        # Only now are all numbers there.
+        # Only now are all values on the disk: the file that says so comes after them.
         self._num_sequences[stream.identity] = max(num_sequences, self._num_sequences.get(stream.identity, 0))
         known = {"model": self._model, "num_sequences": self._num_sequences}
         on_rank_zero(lambda: write_atomically(self._folder / _KNOWN, json.dumps(known).encode()))
         on_all_ranks(self._read_kept)
-        seconds = time.monotonic() - began
+        seconds = time.monotonic() - begin
         logger.info("%s of %s documents, in %.1f s", self.title, f"{self.num_documents:,}", seconds)
 
     def _learn_all(self, batches: Iterable[Batch], num_batches: int, learn: Learn) -> bool:
-        """Learn the documents of batches; whether any was not known, the same on all ranks."""
-        logged, has_learned = time.monotonic(), False
+        """Learn the documents of batches; return whether any was not known, the same on all ranks."""
+        logged_seconds, has_learned = time.monotonic(), False
         for number, batch in enumerate(batches):
-            has_learned = learn(batch) or has_learned
-            if time.monotonic() - logged > _LOG_EVERY_SECONDS:
-                logged = time.monotonic()
+            if learn(batch):
+                has_learned = True
+            if time.monotonic() - logged_seconds > _LOG_EVERY_SECONDS:
+                logged_seconds = time.monotonic()
                 logger.info("%s: %d batches of %d, and of the held-out set", self.title, number + 1, num_batches)
         return has_learned
 
@@ -140,18 +146,25 @@ def _held_out(trainer: transformers.Trainer) -> Iterator[Batch]:
 
 
 def places(batch: Batch) -> Iterator[Place]:
-    """Give the documents with a target of a batch on the CPU, in the order of rows."""
-    ids, labels = batch["input_ids"].numpy(), batch["labels"].numpy()
-    positions, images = batch.get("position_ids"), batch.get(IMAGE_DIGESTS)
-    positions = None if positions is None else text_positions(positions)
+    """Give the place of each document that has a target, in the order of rows; the batch is on the CPU."""
+    ids, is_ignored = batch["input_ids"].numpy(), (batch["labels"] == IGNORED).numpy()
+    images = batch.get(IMAGE_DIGESTS)
     for row in range(len(ids)):
-        # A row without positions is one document.
-        starts = [] if positions is None else torch.nonzero(positions[row, 1:] == 0)[:, 0].add(1).tolist()
-        for start, stop in pairwise([0, *starts, ids.shape[1]]):
-            if (labels[row, start:stop] != IGNORED).any():
-                content = ids[row, start:stop].tobytes() + (labels[row, start:stop] == IGNORED).tobytes()
-                if images is not None and images[row, start]:
-                    # The same tokens may stand for other images.
-                    content += images[row, start].numpy().tobytes()
-                key = int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little")
-                yield Place(row, start, stop, key)
+        for start, stop in pairwise([*_starts(batch, row), ids.shape[1]]):
+            if is_ignored[row, start:stop].all():
+                continue
+            content = ids[row, start:stop].tobytes() + is_ignored[row, start:stop].tobytes()
+            if images is not None and images[row, start]:
+                # The same tokens may stand for other images.
+                content += images[row, start].numpy().tobytes()
+            key = int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little")
+            yield Place(row, start, stop, key)
+
+
+def _starts(batch: Batch, row: int) -> list[int]:
+    """Give the places of the first tokens of a row's documents; a row without positions is one document."""
+    if "position_ids" not in batch:
+        return [0]
+    positions = text_positions(batch["position_ids"])[row]
+    later_starts = torch.nonzero(positions[1:] == 0)[:, 0] + 1
+    return [0, *later_starts.tolist()]

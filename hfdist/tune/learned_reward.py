@@ -1,4 +1,4 @@
-"""A reward model as a reward: its score of an answer, at the last token of prompt and answer."""
+"""A frozen reward model as a reward: the score that it gives to the last token of a prompt with its answer."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _HINT = f"{_KEY}=RUN/model, of a run with task=reward and without an adapter"
 
 
 def check_reward_model(path: str) -> None:
-    """Check the small files of a reward model, before there is a process group.
+    """Check the small files of the reward model in a folder, before there is a process group.
 
     Raises:
         ConfigError: the folder holds no model in safetensors, one without a layer that gives one score, or no tokenizer
@@ -47,7 +47,8 @@ def check_reward_model(path: str) -> None:
     if config.num_labels != 1:
         what, found = "the model tells classes apart, and gives no score", f"{path}, of {config.num_labels} labels"
         raise ConfigError(what, where=_KEY, found=found, allowed=_ALLOWED, hint=_HINT)
-    num_tokens, num_known = len(read_tokenizer(path, where=_KEY)), config.get_text_config().vocab_size
+    num_tokens = len(read_tokenizer(path, where=_KEY))
+    num_known = config.get_text_config().vocab_size
     if num_tokens > num_known:
         what = "the tokenizer has more tokens than the reward model knows"
         found = f"{path}, {num_tokens:,} tokens and a model of {num_known:,}"
@@ -85,9 +86,10 @@ def _has_vocabulary(tokenizer: PreTrainedTokenizerBase, other: PreTrainedTokeniz
 
 
 class LearnedReward:
-    """The frozen reward model, whole on each rank that scores; it is read when the rank scores first.
+    """The frozen reward model, whole on each rank that scores; a rank reads it at its first score.
 
-    With another vocabulary than the trained model it reads the texts, without the marks of a chat template.
+    A reward model that has the tokens of the trained model reads tokens. One with other tokens reads the texts, without
+    the marks of a chat template.
 
     Args:
         path: folder of the model and its tokenizer, checked by `check_reward_model`.
@@ -104,9 +106,12 @@ class LearnedReward:
 
     def __call__(self, generations: Sequence[Generation]) -> list[float]:
         """Score each generation, as a `hfdist.rewards.registry.Score` does."""
-        rows = [self._encode(one) for one in generations]
-        size = self._arguments.per_device_eval_batch_size
-        return [score for start in range(0, len(rows), size) for score in self._score_rows(rows[start : start + size])]
+        rows = [self._encode(generation) for generation in generations]
+        rows_at_once = self._arguments.per_device_eval_batch_size
+        scores: list[float] = []
+        for first in range(0, len(rows), rows_at_once):
+            scores += self._score_rows(rows[first : first + rows_at_once])
+        return scores
 
     @cached_property
     def _model(self) -> PreTrainedModel:
@@ -133,15 +138,20 @@ class LearnedReward:
         return None if _has_vocabulary(own, self._tokenizer) else Encoder(own)
 
     def _encode(self, generation: Generation) -> list[int]:
+        """Give the tokens of prompt and answer that the reward model reads."""
         encoder, tokens = self._own_encoder, list(generation.token_ids)
         if encoder is None:
             return tokens
         end = self._own_tokenizer.eos_token_id
         [prompt] = encoder.raw([generation.prompt])
         # Some tokenizers put an end-of-text token after each text.
-        prompt = prompt[:-1] if prompt and prompt[-1] == end else prompt
-        has_ended = end is not None and bool(tokens) and tokens[-1] in self._tokenizer.all_special_ids
-        return [*prompt, *encoder.inside(generation.text), *([end] if has_ended else [])]
+        if prompt and prompt[-1] == end:
+            prompt = prompt[:-1]
+        encoded = [*prompt, *encoder.inside(generation.text)]
+        has_ended = bool(tokens) and tokens[-1] in self._tokenizer.all_special_ids
+        if has_ended and end is not None:
+            encoded.append(end)
+        return encoded
 
     @torch.no_grad()
     def _score_rows(self, rows: Sequence[Sequence[int]]) -> list[float]:
@@ -151,9 +161,10 @@ class LearnedReward:
             what = "a prompt with its answer is longer than the reward model has positions"
             length, allowed = f"{self._path}, for {width:,} of its tokens", f"<= {positions:,} tokens"
             raise DataError(what, where=_KEY, found=length, allowed=allowed, hint=f"a lower {_LENGTHS}")
+        # Any token fills up: it comes after the one that is scored.
         ids = torch.tensor([[*row, *[0] * (width - len(row))] for row in rows], device=device)
         places = torch.arange(width, device=device).expand_as(ids)
         scores = token_scores(self._model, {"input_ids": ids, "position_ids": places})
         last = torch.tensor([[len(row) - 1] for row in rows], device=device)
-        found: list[float] = scores.gather(1, last)[:, 0].float().tolist()
-        return found
+        last_scores: list[float] = scores.gather(1, last)[:, 0].float().tolist()
+        return last_scores

@@ -1,7 +1,7 @@
-"""The losses of a chosen and a rejected answer, from their scores.
+"""The losses of preferences: each is a function of the scores of a pair's chosen and rejected answer.
 
-A score is log p(answer) - log p_ref(answer), or log p(answer) where there is no reference; some losses take its mean
-over the answer's tokens.
+A score is log p(answer) - log p_ref(answer), or log p(answer) where there is no reference. Some losses take the mean of
+this over the answer's tokens. The arguments and the loss have the shape [pairs].
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from torch.nn.functional import logsigmoid, sigmoid
 from hfdist.config.task import TaskConfig, TaskLoss
 
 _Loss = Callable[[torch.Tensor, torch.Tensor, TaskConfig], torch.Tensor]
-"""Gives the loss of each pair from the scores of its chosen and of its rejected answer."""
+"""Gives the loss of each pair from the scores of its chosen answer and of its rejected answer."""
 _TEMPERATURE = 0.05
 """Temperature of discopop in its paper."""
 _CERTAIN = -1e-6
-"""Largest mean log-probability of which odds are taken; also the place of documents that are no pair."""
+"""The largest mean log-probability whose odds are taken: of 0, as documents without a pair have, they are infinite."""
 
 
 def _sigmoid(chosen: torch.Tensor, rejected: torch.Tensor, task: TaskConfig) -> torch.Tensor:
@@ -80,14 +80,15 @@ def _orpo(chosen: torch.Tensor, rejected: torch.Tensor, task: TaskConfig) -> tor
 
 
 def _log_odds(log_probability: torch.Tensor) -> torch.Tensor:
+    """Give log(p / (1 - p)) for log(p)."""
     log_probability = log_probability.clamp(max=_CERTAIN)
     return log_probability - torch.log(-torch.expm1(log_probability))
 
 
 class PairLoss(NamedTuple):
-    """A loss of pairs, and what it compares."""
+    """A loss of pairs, and the scores that it takes."""
 
-    of: _Loss
+    function: _Loss
     takes_means: bool = False
     """Whether scores are means over the tokens of an answer, not sums."""
 
@@ -113,4 +114,4 @@ LOSSES: Mapping[TaskLoss, PairLoss] = MappingProxyType(
         TaskLoss.orpo: PairLoss(_orpo, takes_means=True),
     }
 )
-"""The losses of `task.loss`; each is a function of a pair alone, so that a step's loss is their mean in any layout."""
+"""Losses by `task.loss`; each is a function of one pair alone, so that a step's loss is their mean in any layout."""

@@ -1,4 +1,4 @@
-"""Losses of policies, a line each: four choices that do not depend on each other, and the bounds of ratios.
+"""Losses of policies: each is a choice for four independent parts, and the bounds of ratios.
 
 A     the advantage of an answer: its reward, compared with the rewards of others      baseline, scale
 r     new over old probability, of a token or of an answer                             level
@@ -12,6 +12,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum
+from typing import NamedTuple
 
 import torch
 
@@ -20,11 +21,25 @@ from hfdist.config.task import TaskConfig, TaskLoss
 _MOST_LOG_RATIO = 20.0
 """Ratios above its exponential are saturated in every form; `exp` stays far from an overflow."""
 _POSITIVE_TEMPERATURE, _NEGATIVE_TEMPERATURE = 1.0, 1.05
-"""How steep SAPO's sigmoid is for answers that did better than others, and for the rest."""
+"""How steep SAPO's sigmoid is for answers that did better than others, and for the rest, as in its paper."""
 _LEAST_LOG_RATIO = math.log(1e-8)
 """Least logarithm of VESPO's ratios of answers: its factor is nothing there."""
-_BETTER_GAMMA, _OTHER_GAMMA = (2.0, 3.0), (3.0, 2.0)
-"""The exponent k and the decay l of VESPO's factor, for answers that did better than others, and for the rest."""
+
+
+class _Gamma(NamedTuple):
+    """The factor w^k e^(l - l w) of VESPO for a ratio w, which is 1 for the ratio 1."""
+
+    k: float
+    decay: float
+    """The number l."""
+
+    def log(self, log_ratios: torch.Tensor) -> torch.Tensor:
+        """Give the logarithm of the factor."""
+        return self.decay + self.k * log_ratios - self.decay * log_ratios.exp()
+
+
+_BETTER_GAMMA, _OTHER_GAMMA = _Gamma(k=2.0, decay=3.0), _Gamma(k=3.0, decay=2.0)
+"""VESPO's factors for answers that did better than others, and for the rest, as in its paper."""
 
 
 class Scale(Enum):
@@ -38,8 +53,8 @@ class Scale(Enum):
 class Mean(Enum):
     """What a step's loss is a mean over.
 
-    `tokens`: all tokens alike; `answers`: each answer's mean; `sums`: each answer's sum; `full_answers`: that over
-    `max_new_tokens`.
+    `tokens`: the losses of all tokens; `answers`: the mean of each answer's tokens; `sums`: the sum of each answer's
+    tokens; `full_answers`: that sum, divided by `max_new_tokens`.
     """
 
     tokens = "tokens"
@@ -57,8 +72,10 @@ def less_group(rewards: torch.Tensor, is_given: torch.Tensor) -> torch.Tensor:
 
 
 def less_others(rewards: torch.Tensor, is_given: torch.Tensor) -> torch.Tensor:
-    """Take the mean of a group's other rewards off each."""
-    return torch.where(is_given, rewards - (_sum(rewards, is_given) - rewards) / (_count(is_given) - 1).clamp(min=1), 0)
+    """Take the mean of a group's other rewards off each of its rewards; `is_given` says where there is a reward."""
+    others = _sum(rewards, is_given) - rewards
+    num_others = (_count(is_given) - 1).clamp(min=1)
+    return torch.where(is_given, rewards - others / num_others, 0)
 
 
 def spread_of(compared: torch.Tensor, is_given: torch.Tensor) -> torch.Tensor:
@@ -77,18 +94,18 @@ def _count(is_given: torch.Tensor) -> torch.Tensor:
 # ---- level: log-ratios of tokens [rows, tokens], 0 outside of answers -> [rows, tokens or 1] ----
 
 
-def of_tokens(log_ratios: torch.Tensor, is_target: torch.Tensor) -> torch.Tensor:
-    """Leave each token its own ratio."""
+def token_log_ratios(log_ratios: torch.Tensor, is_target: torch.Tensor) -> torch.Tensor:
+    """Leave each token its own ratio; shape [rows, tokens]."""
     return log_ratios
 
 
-def of_answers(log_ratios: torch.Tensor, is_target: torch.Tensor) -> torch.Tensor:
-    """Give each answer its ratio."""
+def answer_log_ratios(log_ratios: torch.Tensor, is_target: torch.Tensor) -> torch.Tensor:
+    """Give the ratio of each answer, the product of its tokens' ratios; shape [rows, 1]."""
     return log_ratios.sum(1, keepdim=True)
 
 
-def of_answers_by_token(log_ratios: torch.Tensor, is_target: torch.Tensor) -> torch.Tensor:
-    """Give each answer the geometric mean of its tokens' ratios."""
+def mean_log_ratios(log_ratios: torch.Tensor, is_target: torch.Tensor) -> torch.Tensor:
+    """Give the geometric mean of the ratios of each answer's tokens; shape [rows, 1]."""
     return log_ratios.sum(1, keepdim=True) / is_target.sum(1, keepdim=True).clamp(min=1)
 
 
@@ -100,17 +117,17 @@ class Ratios:
     """What a form makes losses of."""
 
     log_probabilities: torch.Tensor
-    """Shape [rows, tokens]."""
+    """Log-probability of each token by the model that is trained; shape [rows, tokens]."""
     logs: torch.Tensor
-    """Logarithms of ratios; shape [rows, tokens], or [rows, 1] if they are of answers."""
+    """Logarithms of ratios; shape [rows, tokens], or [rows, 1] for ratios of answers."""
     advantages: torch.Tensor
-    """Shape [rows, 1], or [rows, tokens] if steps of answers have rewards."""
+    """Advantages of answers, [rows, 1], or of tokens, [rows, tokens]."""
     below: float
     """How far a ratio may lie below 1 and count fully."""
     above: float
-    """How far it may lie above 1."""
+    """How far a ratio may lie above 1 and count fully."""
     largest: float
-    """The largest that counts: otherwise a bad answer that has become likely would outweigh all others."""
+    """The largest ratio that counts: otherwise a bad answer that has become likely would outweigh all others."""
 
     @property
     def limited(self) -> torch.Tensor:
@@ -119,58 +136,75 @@ class Ratios:
         return self.logs.clamp(max=math.log(self.largest)).exp()
 
 
-def clipped(ratios: Ratios) -> tuple[torch.Tensor, torch.Tensor]:
+class RatioLosses(NamedTuple):
+    """What a form gives; both tensors have a value for each token, or one for each answer."""
+
+    losses: torch.Tensor
+    is_clipped: torch.Tensor
+    """Whether a ratio was out of bounds, and did not count fully."""
+
+
+def clipped(ratios: Ratios) -> RatioLosses:
     """Do not reward an answer for a ratio out of bounds (PPO, arXiv 1707.06347)."""
     ratio, advantages = ratios.limited, ratios.advantages
     bounded = ratio.clamp(1 - ratios.below, 1 + ratios.above)
-    return -torch.minimum(ratio * advantages, bounded * advantages), bounded * advantages < ratio * advantages
+    losses = -torch.minimum(ratio * advantages, bounded * advantages)
+    return RatioLosses(losses, bounded * advantages < ratio * advantages)
 
 
-def truncated(ratios: Ratios) -> tuple[torch.Tensor, torch.Tensor]:
-    """Weight each token by its ratio up to the upper bound, without a gradient: every token keeps its own."""
+def truncated(ratios: Ratios) -> RatioLosses:
+    """Weight each token by its ratio up to the upper bound; weights have no gradient, so every token keeps its own."""
     most = math.log1p(ratios.above)
     weights = ratios.logs.detach().clamp(max=most).exp()
-    return -weights * ratios.advantages * ratios.log_probabilities, ratios.logs > most
+    return RatioLosses(-weights * ratios.advantages * ratios.log_probabilities, ratios.logs > most)
 
 
-def smooth(ratios: Ratios) -> tuple[torch.Tensor, torch.Tensor]:
+def smooth(ratios: Ratios) -> RatioLosses:
     """Let the gradient fade away from a ratio of 1, without bounds."""
     ratio, advantages = ratios.logs.clamp(max=_MOST_LOG_RATIO).exp(), ratios.advantages
     steepness = torch.where(advantages > 0, _POSITIVE_TEMPERATURE, _NEGATIVE_TEMPERATURE)
-    return -torch.sigmoid(steepness * (ratio - 1)) * 4 / steepness * advantages, torch.zeros_like(ratio).bool()
+    # The sigmoid has the slope 1/4 at 0: so the gradient at a ratio of 1 is that of ratio x advantage.
+    losses = -torch.sigmoid(steepness * (ratio - 1)) * 4 / steepness * advantages
+    return RatioLosses(losses, torch.zeros_like(ratio).bool())
 
 
-def weighted(ratios: Ratios) -> tuple[torch.Tensor, torch.Tensor]:
-    """Weight each token by e^l w^k e^(-l w), without a gradient; w is the ratio of its answer, and 1 weighs 1."""
-    logs = ratios.logs.detach().sum(1, keepdim=True).clamp(_LEAST_LOG_RATIO, _MOST_LOG_RATIO)
-    better, others = (decay + k * logs - decay * logs.exp() for k, decay in (_BETTER_GAMMA, _OTHER_GAMMA))
-    weights = torch.where(ratios.advantages >= 0, better, others).exp()
-    return -weights * ratios.advantages * ratios.log_probabilities, torch.zeros_like(ratios.logs).bool()
+def weighted(ratios: Ratios) -> RatioLosses:
+    """Weight each token by a factor of its answer's ratio, `_Gamma`; weights have no gradient."""
+    answer_logs = ratios.logs.detach().sum(1, keepdim=True).clamp(_LEAST_LOG_RATIO, _MOST_LOG_RATIO)
+    log_weights = torch.where(ratios.advantages >= 0, _BETTER_GAMMA.log(answer_logs), _OTHER_GAMMA.log(answer_logs))
+    losses = -log_weights.exp() * ratios.advantages * ratios.log_probabilities
+    return RatioLosses(losses, torch.zeros_like(ratios.logs).bool())
 
 
 @dataclass(frozen=True, kw_only=True)
 class PolicyLoss:
-    """The choices of a loss; what is not said is as in GRPO."""
+    """The choices of a loss; the defaults are those of GRPO."""
 
     baseline: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = less_group
+    """Compares the rewards of each group, by rewards and whether they are given."""
     scale: Scale = Scale.group
-    level: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = of_tokens
-    form: Callable[[Ratios], tuple[torch.Tensor, torch.Tensor]] = clipped
+    level: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = token_log_ratios
+    """Makes log-ratios of tokens or of answers, by log-ratios of tokens and whether they are of an answer."""
+    form: Callable[[Ratios], RatioLosses] = clipped
     mean: Mean = Mean.tokens
     below: float = 0.2
-    """How far a ratio may lie below 1, unless `task.clip` says it."""
+    """How far a ratio may lie below 1, unless `task.clip` is given."""
     above: float = 0.2
-    """How far it may lie above 1, unless `task.clip_high` or `task.clip` says it."""
+    """How far a ratio may lie above 1, unless `task.clip_high` or `task.clip` is given."""
     takes_kl_off: bool = False
-    """Whether the divergence from the first model is taken off the reward of an answer; else it is in the loss."""
+    """Whether the divergence from the reference is taken off the reward of an answer; else it is in the loss."""
 
     def bounds(self, task: TaskConfig) -> tuple[float, float]:
-        """Give how far a ratio may lie below and above 1."""
-        above = task.clip if task.clip_high is None else task.clip_high
-        return self.below if task.clip is None else task.clip, self.above if above is None else above
+        """Give how far a ratio may lie below 1, and how far above."""
+        below, above = self.below, self.above
+        if task.clip is not None:
+            below = above = task.clip
+        if task.clip_high is not None:
+            above = task.clip_high
+        return below, above
 
     def token_weights(self, is_target: torch.Tensor, max_new_tokens: int) -> torch.Tensor:
-        """Give what the losses of tokens are multiplied by, before they are summed and divided by the items.
+        """Give the weights of tokens' losses, before these are summed and divided by the number of items.
 
         Args:
             is_target: whether a token is one of an answer; shape [rows, tokens].
@@ -193,16 +227,16 @@ POLICY_LOSSES = {
     TaskLoss.grpo: PolicyLoss(),
     TaskLoss.dapo: PolicyLoss(above=0.28),
     TaskLoss.dr_grpo: PolicyLoss(scale=Scale.none, mean=Mean.full_answers),
-    TaskLoss.gspo: PolicyLoss(level=of_answers_by_token, mean=Mean.answers, below=3e-4, above=4e-4),
+    TaskLoss.gspo: PolicyLoss(level=mean_log_ratios, mean=Mean.answers, below=3e-4, above=4e-4),
     TaskLoss.cispo: PolicyLoss(form=truncated, above=4.0),
     TaskLoss.sapo: PolicyLoss(form=smooth, mean=Mean.answers),
     TaskLoss.vespo: PolicyLoss(form=weighted),
-    TaskLoss.luspo: PolicyLoss(level=of_answers_by_token, mean=Mean.sums, below=3e-4, above=4e-4),
+    TaskLoss.luspo: PolicyLoss(level=mean_log_ratios, mean=Mean.sums, below=3e-4, above=4e-4),
     TaskLoss.reinforce_pp: PolicyLoss(scale=Scale.batch),
     TaskLoss.rloo: PolicyLoss(
-        baseline=less_others, scale=Scale.none, level=of_answers, mean=Mean.answers, takes_kl_off=True
+        baseline=less_others, scale=Scale.none, level=answer_log_ratios, mean=Mean.answers, takes_kl_off=True
     ),
-    # Advantages of PPO are those of gae.py, which compares an answer with no other.
+    # PPO has no baseline and no scale: gae.py estimates its advantages, and compares an answer with no other.
     TaskLoss.ppo: PolicyLoss(takes_kl_off=True),
 }
-"""Each by `task.loss`; docs/reinforcement.md has the papers."""
+"""Losses by `task.loss`; docs/reinforcement.md has the papers."""

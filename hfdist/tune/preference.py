@@ -1,7 +1,9 @@
-"""Preferences (DPO and its kin): a loss of pairs of a chosen and a rejected answer.
+"""Preferences (DPO and its kin): the model learns from pairs of a chosen and a rejected answer.
 
-loss = mean of f(score of the chosen answer, score of the rejected one) over pairs, f by the task's loss
-       + nll_weight x mean of -log p over the tokens of chosen answers, both over the global batch
+loss = mean of f(score of the chosen answer, score of the rejected one) over the pairs of the global batch
+       + nll_weight x mean of -log p over the tokens of their chosen answers
+
+f is the function of pair_losses.py that `task.loss` names.
 """
 
 from __future__ import annotations
@@ -26,36 +28,41 @@ def are_pairs(documents: Documents) -> torch.Tensor:
 
 
 def next_of(values: torch.Tensor) -> torch.Tensor:
-    """Give for each document the value of the next one."""
+    """Give for each document the value of the next one, and 0 for the last; shape [documents]."""
     return nn.functional.pad(values[1:], (0, 1))
 
 
 class Preferences(Objective):
-    """DPO, or CPO where batches have nothing of a reference. An item is a pair."""
+    """DPO; or CPO, where batches have no log-probabilities of a reference. An item is a pair.
+
+    Args:
+        task: `task.*` of the run.
+        table: the reference's log-probabilities; None: there is no reference, or a derived class computes them.
+    """
 
     names: tuple[str, ...] = ("rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies")
 
     def __init__(self, task: TaskConfig, table: ReferenceTable | None) -> None:
         super().__init__()
         self._task, self._table = task, table
-        self._kind = LOSSES[task.loss]
+        self._pair_loss = LOSSES[task.loss]
         self._pairs_per_token = torch.zeros(())
-        """Pairs of the step, or of the held-out set, for each target of their chosen answers."""
+        """Number of pairs of the step, or of the held-out set, over the number of targets of their chosen answers."""
         if task.nll_weight:
             self.names = (*self.names, "nll")
 
     def count(self, batch: Batch) -> torch.Tensor:
-        """Count the pairs."""
+        """Count the pairs of a batch."""
         return are_pairs(Documents.of(batch)).sum()
 
     def begin(self, training: Training) -> None:
-        """Compute the reference's log-probabilities of all pairs."""
+        """Compute the reference's log-probabilities of all pairs. A collective."""
         super().begin(training)
         if self._table is not None:
             self._table.compute(training, lambda batch: [batch])
 
     def prepare(self, batch: Batch) -> Batch:
-        """Add the reference's log-probabilities."""
+        """Add the reference's log-probabilities to a batch, if there is a table of them."""
         return batch if self._table is None else self._table.prepare(batch)
 
     def begin_step(self, batches: list[Batch], hooks: TrainerHooks) -> list[Batch]:
@@ -69,27 +76,29 @@ class Preferences(Objective):
                 pass
 
     def _counted(self, batches: Iterable[Batch]) -> Iterator[Batch]:
-        """Give the batches as they are; once there are no more, it is known how many pairs there are for each token.
+        """Give the batches as they are, one after another; after the last one, set `_pairs_per_token`. A collective.
 
-        A loss is divided by pairs, and that of tokens by tokens. A collective. No batch is kept.
+        The Trainer divides all losses by the number of pairs. The loss of tokens is a mean over tokens, so it is
+        multiplied by pairs over tokens first.
         """
+        if not self._task.nll_weight:
+            yield from batches
+            return
         counts = torch.zeros(2, dtype=torch.float64)
         for batch in batches:
-            if self._task.nll_weight:
-                documents = Documents.of(batch)
-                is_pair = are_pairs(documents)
-                counts += torch.stack([is_pair.sum(), documents.num_chosen_targets[is_pair].sum()]).to(counts)
+            documents = Documents.of(batch)
+            is_pair = are_pairs(documents)
+            counts += torch.stack([is_pair.sum(), documents.num_chosen_targets[is_pair].sum()]).to(counts)
             yield batch
-        if not self._task.nll_weight:
-            return
         counts = counts.to(self._training.args.device)
         if dist.is_initialized():
             # Ranks of a model replica count the same; that leaves a ratio as it is.
             dist.all_reduce(counts)
-        self._pairs_per_token = (counts[0] / counts[1].clamp(min=1)).float()
+        num_pairs, num_tokens = counts
+        self._pairs_per_token = (num_pairs / num_tokens.clamp(min=1)).float()
 
     def loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
-        """Sum the losses of the pairs."""
+        """Sum the losses of a batch's pairs."""
         task = self._task
 
         def reduce(documents: Documents, log_probabilities: torch.Tensor) -> torch.Tensor:
@@ -97,22 +106,27 @@ class Preferences(Objective):
             reference = documents.sum(batch[REFERENCE]) if REFERENCE in batch else 0
             scores = log_probabilities - reference
             means = scores / (documents.num_chosen_targets + documents.num_rejected_targets).clamp(min=1)
-            chosen, rejected = _of_pairs(is_pair, means if self._kind.takes_means else scores)
-            losses = self._kind.of(chosen, rejected, task)
-            # As TRL's trainers of each kind have them.
-            seen = _of_pairs(is_pair, scores) if REFERENCE in batch else (chosen, rejected)
-            rewards = [task.beta * one for one in seen]
-            margins = rewards[0] - rewards[1]
-            values = [*rewards, margins, (margins > 0).float()]
+            chosen, rejected = _split_pairs(is_pair, means if self._pair_loss.takes_means else scores)
+            losses = self._pair_loss.function(chosen, rejected, task)
+            if REFERENCE in batch:
+                # As TRL reports rewards: sums, whatever the loss takes, but without a reference what the loss takes.
+                chosen, rejected = _split_pairs(is_pair, scores)
+            margins = task.beta * chosen - task.beta * rejected
+            figures = {
+                "rewards/chosen": task.beta * chosen,
+                "rewards/rejected": task.beta * rejected,
+                "rewards/margins": margins,
+                "rewards/accuracies": (margins > 0).float(),
+            }
             if task.nll_weight:
-                values.append(torch.where(is_pair, -log_probabilities, 0) * self._pairs_per_token)
-                losses = losses + task.nll_weight * values[-1]
-            self._note(is_pair, dict(zip(self.names, values, strict=True)))
+                figures["nll"] = torch.where(is_pair, -log_probabilities, 0) * self._pairs_per_token
+                losses = losses + task.nll_weight * figures["nll"]
+            self._note(is_pair, figures)
             return torch.where(is_pair, losses, 0).sum()
 
         return reduce_answers(self._training, model, batch, reduce)
 
 
-def _of_pairs(is_pair: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def _split_pairs(is_pair: torch.Tensor, values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Give the values of chosen and of rejected answers, at the place of the chosen one; 0 where there is no pair."""
     return torch.where(is_pair, values, 0), torch.where(is_pair, next_of(values), 0)

@@ -1,7 +1,7 @@
 """The reference model's log-probabilities: computed once, before the first step, and kept by document.
 
-Before the first step the model is the reference. So no second model is in memory, and every layout can do it: it is an
-evaluation. The log-probabilities are kept in the run's folder, where a resume in any layout finds them.
+Before the first step the trained model is the reference. So no second model is in memory, and every layout can compute
+them: that is an evaluation. They are kept in the run's folder, where a resume in any layout finds them.
 """
 
 from __future__ import annotations
@@ -28,28 +28,31 @@ from hfdist.tune.document_table import DocumentTable, Learn, places
 _DAMAGED = (EOFError, BadZipFile, MemoryError, LookupError, ValueError, TypeError, AttributeError)
 """What numpy raises on the contents of files that are none of its own, whatever sizes they claim."""
 REFERENCE = "reference"
-"""Key of a batch: the reference's log-probability of each document, at its first token; shape [rows, tokens]."""
+"""Key in a batch: the reference's log-probability of each document, at its first token; shape [rows, tokens]."""
+
+LogProbabilitiesOf = Callable[[nn.Module, Batch], torch.Tensor]
+"""Gives the log-probability of each document's answer, at the document's first token, by a model; [rows, tokens]."""
 
 
 class ReferenceTable(DocumentTable):
-    """Log-probabilities of documents; see the base class."""
+    """The reference's log-probability of each document's answer, by the key of the document."""
 
     title = "reference: log-probabilities"
 
     def __init__(self, folder: Path, model: object) -> None:
         super().__init__(folder, model)
         self._known: dict[int, float | None] = {}
-        """Log-probabilities by the key of a document; None: some rank has learned it, and it is not read yet."""
+        """Log-probabilities by the key of a document; None: a rank has learned it, and its file is not read yet."""
         self._learned: dict[int, float] = {}
-        """What this rank has learned, and not written yet."""
+        """Log-probabilities that this rank has learned and not written yet, by the key of a document."""
 
     @property
     def num_documents(self) -> int:
-        """See the base class."""
+        """Number of documents whose log-probabilities are known."""
         return len(self._known)
 
     def compute(self, training: Training, parts: Callable[[Batch], list[Batch]]) -> None:
-        """Compute what is not known yet of all steps and of the held-out set. A collective.
+        """Compute the log-probabilities that are not known yet, for all steps and the held-out set. A collective.
 
         Args:
             training: a training whose weights are still those of the reference.
@@ -58,10 +61,18 @@ class ReferenceTable(DocumentTable):
 
         @contextmanager
         def learning() -> Iterator[Learn]:
-            was_training, answers = training.model.training, answers_of(training)
+            was_training = training.model.training
+            log_probabilities_of = bind_log_probabilities(training)
             with evaluating(training) as forward:
-                # A sum, and not `any`: every part must be learned.
-                yield lambda batch: sum(self._learn(part, forward, answers) for part in parts(batch)) > 0
+
+                def learn(batch: Batch) -> bool:
+                    has_learned = False
+                    for part in parts(batch):
+                        if self._learn(part, forward, log_probabilities_of):
+                            has_learned = True
+                    return has_learned
+
+                yield learn
             training.model.train(was_training)
 
         self.fill(training, learning)
@@ -73,33 +84,38 @@ class ReferenceTable(DocumentTable):
             CheckpointError: a document is not known.
         """
         values = torch.zeros(batch["labels"].shape)
-        for row, start, _, key in places(batch):
-            known = self._known.get(key)
+        for place in places(batch):
+            known = self._known.get(place.key)
             if known is None:
                 what = "the reference's log-probability of a document is missing: the data have changed"
                 raise CheckpointError(what, where=str(self._folder), hint="a new run.name")
-            values[row, start] = known
+            values[place.row, place.start] = known
         return batch | {REFERENCE: values}
 
-    def _learn(self, batch: Batch, forward: Forward, answers: Callable[[nn.Module, Batch], torch.Tensor]) -> bool:
-        """Compute what is not known yet of the documents of a batch; whether some rank lacked any. A collective."""
-        found_places = list(places(batch))
+    def _learn(self, batch: Batch, forward: Forward, log_probabilities_of: LogProbabilitiesOf) -> bool:
+        """Learn the documents of a batch that are not known; return whether some rank lacked any. A collective."""
+        documents = list(places(batch))
+        lacks_any = any(place.key not in self._known for place in documents)
         # All ranks of a model replica, and under ZeRO-3 all ranks, run the same forwards.
-        if not any(gather_json(any(place.key not in self._known for place in found_places))):
+        if not any(gather_json(lacks_any)):
             return False
-        values = forward(batch, answers)
-        found = torch.cat(values)[: len(batch["labels"])].cpu() if values else None
-        for row, start, _, key in found_places:
-            if key not in self._known and found is not None:
-                self._learned[key] = float(found[row, start])
-            self._known.setdefault(key, None)
+        parts = forward(batch, log_probabilities_of)
+        # A rank without the last stage of a pipeline gets nothing. Rows that fill up a pipeline come last.
+        values = torch.cat(parts)[: len(batch["labels"])].cpu() if parts else None
+        for place in documents:
+            if place.key in self._known:
+                continue
+            if values is not None:
+                self._learned[place.key] = float(values[place.row, place.start])
+            self._known[place.key] = None
         return True
 
     def _write(self, rank: int) -> None:
         self._folder.mkdir(exist_ok=True)
         path = self._folder / f"rank-{rank:05d}.npz"
         # Not what other ranks have written: each start would multiply it by the number of ranks.
-        own = (self._read_file(path) if path.is_file() else {}) | self._learned
+        written = self._read_file(path) if path.is_file() else {}
+        own = written | self._learned
         self._learned = {}
         columns: dict[str, Any] = {
             "keys": np.array(list(own), dtype=np.uint64),
@@ -114,24 +130,22 @@ class ReferenceTable(DocumentTable):
             self._known |= self._read_file(path)
 
     def _read_file(self, path: Path) -> dict[int, float]:
-        """Give what a file holds of this model; CheckpointError: it is damaged."""
+        """Read a file's log-probabilities by this model; CheckpointError: the file is damaged."""
         try:
             with np.load(path, allow_pickle=False) as file:
                 if str(file["model"]) != self._model:
                     return {}
                 return dict(zip(file["keys"].tolist(), file["values"].tolist(), strict=True))
         except _DAMAGED as error:
-            what, hint = (
-                "a file of the reference's log-probabilities is damaged",
-                f"rm -r {self._folder}, and start again",
-            )
+            what = "a file of the reference's log-probabilities is damaged"
+            hint = f"rm -r {self._folder}, and start again"
             raise CheckpointError(what, where=str(path), found=first_line(error), hint=hint) from error
 
 
-def answers_of(training: Training) -> Callable[[nn.Module, Batch], torch.Tensor]:
-    """Give what computes, of a model and a batch, the log-probability of each document's answer at its first token.
+def bind_log_probabilities(training: Training) -> LogProbabilitiesOf:
+    """Give a function that computes the log-probability of each document's answer, by a forward of a model on a batch.
 
-    It gives a tensor of shape [rows, tokens].
+    It gives them at the first token of each document, and 0 elsewhere; shape [rows, tokens].
     """
 
     def place(documents: Documents, log_probabilities: torch.Tensor) -> torch.Tensor:

@@ -1,6 +1,6 @@
 """Reward models: a layer scores the last token of an answer, and a chosen answer should score above a rejected one.
 
-loss = -log sigmoid(score(chosen) - score(rejected)), as of Bradley and Terry.
+loss = -log sigmoid(score(chosen) - score(rejected)), by the model of Bradley and Terry (1952)
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from hfdist.tune.preference import are_pairs, next_of
 
 
 class RewardPairs(Objective):
-    """Pairs for a model with one label. An item is a pair."""
+    """The objective of a reward model, which has one label. An item is a pair of answers."""
 
     names = ("margins", "accuracies")
 
     def count(self, batch: Batch) -> torch.Tensor:
-        """Count the pairs."""
+        """Count the pairs of a batch."""
         return are_pairs(Documents.of(batch)).sum()
 
     def loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
-        """Sum the losses of the pairs."""
+        """Sum the losses of a batch's pairs."""
         documents = Documents.of(batch)
         scores = token_scores(model, batch).float()
         is_last = nn.functional.pad(documents.is_first[:, 1:], (0, 1), value=True)
@@ -41,7 +41,11 @@ class RewardPairs(Objective):
 
 
 def find_scorer(model: PreTrainedModel) -> nn.Module:
-    """Give the layer that scores each token; ConfigError: the model has none, as encoders pool a text before it."""
+    """Give the layer of a model that scores each token.
+
+    Raises:
+        ConfigError: the model has none; encoders have none, as they pool a text before they score it.
+    """
     scorer = getattr(model, SCORE, None)
     if not isinstance(scorer, nn.Module):
         what = "the model has no layer `score`, which decoders for sequence classification have in transformers"
@@ -51,17 +55,18 @@ def find_scorer(model: PreTrainedModel) -> nn.Module:
 
 
 def token_scores(model: nn.Module, batch: Batch) -> torch.Tensor:
-    """Give the score at each token; shape [rows, tokens].
+    """Run a forward, and give the score at each token; shape [rows, tokens].
 
     The model itself gives the score of a row's last token only, so the output of its layer is taken.
     """
+    # Wrappers of layouts have the model as `module`.
     base: Any = model
     while not isinstance(base, PreTrainedModel):
         base = base.module
-    found: list[torch.Tensor] = []
-    handle = find_scorer(base).register_forward_hook(lambda module, args, output: found.append(output))
+    outputs: list[torch.Tensor] = []
+    handle = find_scorer(base).register_forward_hook(lambda module, args, output: outputs.append(output))
     try:
         model(input_ids=batch["input_ids"], position_ids=batch["position_ids"], use_cache=False)
     finally:
         handle.remove()
-    return found[0].squeeze(-1)
+    return outputs[0].squeeze(-1)

@@ -1,4 +1,4 @@
-"""Some answers of each logged step, with their rewards, in rollouts.jsonl."""
+"""The file rollouts.jsonl: some answers of each logged step, with their rewards, for people to read."""
 
 from __future__ import annotations
 
@@ -15,19 +15,33 @@ _SHOWN_PROMPTS = 2
 
 
 class RolloutLines(StepLines):
-    """Writes some answers of each logged step, with their rewards, into rollouts.jsonl."""
+    """Writes the answers to the first prompts of each logged step.
+
+    Args:
+        path: the file.
+        every: number of steps between two logged ones.
+        num_generations: number of answers to each prompt.
+    """
 
     def __init__(self, path: Path, every: int, num_generations: int) -> None:
         super().__init__(path)
-        self._every, self._count = every, _SHOWN_PROMPTS * num_generations
+        self._every, self._num_shown = every, _SHOWN_PROMPTS * num_generations
 
     def write_some(
         self, generations: Sequence[Generation], scores: dict[str, list[float]], state: TrainerState
     ) -> None:
-        """Write the answers to the first prompts of rank 0, with the step that trains on them."""
+        """Write the answers to the first prompts of rank 0, if the step that trains on them is logged.
+
+        Args:
+            generations: the answers to the prompts of a step.
+            scores: a number for each answer, by the name of the reward.
+            state: state of the Trainer before the step.
+        """
         step = state.global_step + 1
-        if step % self._every == 0:
-            for place, one in enumerate(generations[: self._count]):
-                rewards = {name: values[place] for name, values in scores.items()}
-                turns = {"turns": [turn._asdict() for turn in one.turns]} if one.turns else {}
-                self.write({"step": step, "prompt": one.prompt, "text": one.text, **turns, **rewards})
+        if step % self._every != 0:
+            return
+        for place, generation in enumerate(generations[: self._num_shown]):
+            line: dict[str, object] = {"step": step, "prompt": generation.prompt, "text": generation.text}
+            if generation.turns:
+                line["turns"] = [turn._asdict() for turn in generation.turns]
+            self.write(line | {name: values[place] for name, values in scores.items()})

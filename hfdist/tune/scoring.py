@@ -1,4 +1,4 @@
-"""Answers as rewards read them, and their scores."""
+"""The rewards of a run, applied to answers: what a reward reads of an answer, and the sum of all rewards."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from hfdist.tune.step_rewards import add_up, total
 
 
 class Scoring:
-    """The rewards of a run.
+    """Describes answers for the rewards of a run, and scores them.
 
     Args:
-        rewards: functions that score answers.
+        rewards: functions that score answers, with their names and weights.
         tokenizer: tokenizer of the model.
         most_tokens: the most tokens that an answer may have.
     """
@@ -28,7 +28,7 @@ class Scoring:
         """Names of the figures that `score` gives."""
 
     def describe(self, examples: Sequence[Example], answers: Sequence[Answer]) -> list[Generation]:
-        """Make what rewards read of answers."""
+        """Make of each example and its answer what rewards read; of an episode the text is the model's last turn."""
         return [
             Generation(
                 prompt=self.text(example.prompt),
@@ -47,27 +47,39 @@ class Scoring:
     def score(
         self, generations: Sequence[Generation], answers: Sequence[Answer]
     ) -> tuple[dict[str, list[float]], list[Steps]]:
-        """Score on this rank: the weighted sums and each reward by its name; and the steps of all rewards together.
+        """Score answers on this rank. Episodes that have failed get 0 from each reward.
 
-        An episode that has failed gets 0, and one that has not, one reward for all its turns.
+        Args:
+            generations: what `describe` has made of the answers.
+            answers: the answers.
+
+        Returns:
+            Figures by their names: the weighted sum of all rewards, and each reward, of each answer. And the weighted
+            sum of all rewards for each step of each answer; an episode is one step.
         """
         sound = [place for place, answer in enumerate(answers) if answer.fault is None]
         weights = [reward.weight for reward in self._rewards]
-        given = [reward([generations[place] for place in sound]) for reward in self._rewards]
-        named = {f"rewards/{reward.name}": [0.0] * len(answers) for reward in self._rewards}
-        steps: list[Steps] = [[(len(one.text), 0.0)] for one in generations]
-        for place, own in zip(sound, zip(*given, strict=True), strict=True):
-            for values, score in zip(named.values(), own, strict=True):
+        # A list of scores for each reward, then the scores of all rewards for each answer.
+        by_reward = [reward([generations[place] for place in sound]) for reward in self._rewards]
+        by_answer = zip(*by_reward, strict=True)
+        figures = {f"rewards/{reward.name}": [0.0] * len(answers) for reward in self._rewards}
+        steps: list[Steps] = [[(len(generation.text), 0.0)] for generation in generations]
+        for place, scores in zip(sound, by_answer, strict=True):
+            for values, score in zip(figures.values(), scores, strict=True):
                 values[place] = total(score)
-            whole = answers[place].num_turns > 0
-            scores = [total(score) for score in own] if whole else own
-            steps[place] = add_up(scores, weights, len(generations[place].text))
-        return {"reward": list(map(total, steps))} | named, steps
+            is_episode = answers[place].num_turns > 0
+            added = [total(score) for score in scores] if is_episode else scores
+            steps[place] = add_up(added, weights, len(generations[place].text))
+        return {"reward": list(map(total, steps))} | figures, steps
 
     def text(self, ids: Sequence[int]) -> str:
-        """Give the text of tokens, as rewards read it."""
+        """Give the text of tokens as rewards read it: without special tokens."""
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
 
 
 def _last_turn(answer: Answer) -> str:
-    return next((turn.text for turn in reversed(answer.turns) if turn.role == "assistant"), "")
+    """Give the text of the model's last turn in an episode; "": the model has taken none."""
+    for turn in reversed(answer.turns):
+        if turn.role == "assistant":
+            return turn.text
+    return ""

@@ -1,4 +1,10 @@
-"""Values of tokens that a forward gives, on all ranks of a model replica."""
+"""Values of tokens that a forward gives on some ranks of a model replica, shared with all of its ranks.
+
+    pipeline stages   0: -inf   1: -inf   2: the values      only a last stage has logits
+    the maximum       each stage has the values
+
+Tensor ranks of a last stage have the same values, so that their maximum changes nothing.
+"""
 
 from __future__ import annotations
 
@@ -15,24 +21,31 @@ from hfdist.trainer.training import Training
 def share_values(
     training: Training, batch: Batch, forward: Forward, function: Callable[[nn.Module, Batch], torch.Tensor]
 ) -> torch.Tensor:
-    """Give what a function of (model, part of a batch) says of each token of a batch, on the CPU. A collective.
+    """Compute a value for each token of a batch, on all ranks of a model replica. A collective.
+
+    Args:
+        training: a training.
+        batch: a batch, the same on all ranks of a model replica.
+        forward: runs forwards in the layout.
+        function: gives the values of a part of the batch by the model; shape [rows of the part, tokens].
 
     Returns:
-        Values of shape [rows, tokens], the same on all ranks of a model replica, which must have the same batch.
+        Values on the CPU, the same on all ranks of a model replica; shape [rows, tokens].
     """
-    values: list[torch.Tensor] = []
+    parts: list[torch.Tensor] = []
 
     def note(model: nn.Module, part: Batch) -> torch.Tensor:
-        values.append(function(model, part))
-        return values[-1]
+        values = function(model, part)
+        parts.append(values)
+        return values
 
     forward(batch, note)
-    known = torch.full(batch["labels"].shape, -torch.inf, device=training.args.device)
-    if values:
-        known = torch.cat(values)[: len(known)]
-    strategy = training.strategy
-    for axis in ("pipeline", "tensor"):
-        if getattr(strategy.topology, axis) > 1:
-            # Only a last stage has logits.
-            dist.all_reduce(known, op=dist.ReduceOp.MAX, group=strategy.mesh.get_group(axis))
-    return known.cpu()
+    shared = torch.full(batch["labels"].shape, -torch.inf, device=training.args.device)
+    if parts:
+        # Rows that fill up the micro batches of a pipeline come last.
+        shared = torch.cat(parts)[: len(shared)]
+    topology, mesh = training.strategy.topology, training.strategy.mesh
+    for axis, num_ranks in (("pipeline", topology.pipeline), ("tensor", topology.tensor)):
+        if num_ranks > 1:
+            dist.all_reduce(shared, op=dist.ReduceOp.MAX, group=mesh.get_group(axis))
+    return shared.cpu()

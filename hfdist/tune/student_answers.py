@@ -1,7 +1,7 @@
-"""Answers of the model that is trained, one to the prompt of each row, in place of the rows' own (arXiv 2306.13649).
+"""Distillation from the student's own answers: it answers the prompts of some steps' rows (GKD, arXiv 2306.13649).
 
-Which steps have them follows from the run's seed and the step's number; which tokens, from the weights, the seed and
-the prompt's number in the run's data. So no layout and no resume changes either.
+Whether a step has such answers follows from the run's seed and the step's number. Their tokens follow from the weights,
+the seed and the prompt's number in the run's data. So no layout and no resume changes either.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from hfdist.strategies.engine import Batch
 from hfdist.trainer.generation.sampling import Sampler
 from hfdist.trainer.step.forwards import evaluating
 from hfdist.trainer.training import Training
+from hfdist.tune.answer import Answer
 from hfdist.tune.prompt_seeds import answer_seeds, prompt_numbers
 from hfdist.tune.rollout_lines import RolloutLines
 from hfdist.tune.rollout_rows import fill_id, make_rows, read_examples
@@ -26,7 +27,11 @@ from hfdist.tune.scoring import Scoring
 
 
 def check_prompts(corpus: Corpus) -> None:
-    """Check that rows have prompts. DataError: those of a source are plain text or tokens."""
+    """Check that the rows of all sources have prompts.
+
+    Raises:
+        DataError: the rows of a source are plain text or tokens.
+    """
     name = find_source_without_prompts(corpus)
     if name is not None:
         what, found = "the model has no prompts to answer (task.on_policy)", "plain text or tokens"
@@ -36,12 +41,12 @@ def check_prompts(corpus: Corpus) -> None:
 
 
 class StudentAnswers:
-    """Samples the answers of a share of the steps.
+    """Has the model answer the prompts of a share of the steps, and puts its answers in place of the rows' own.
 
     Args:
         config: config of the run; `task.*` says in which share of the steps, and how tokens are drawn.
         tokenizer: tokenizer of the model.
-        lines: writes some answers, on rank 0.
+        lines: writes some answers for people, on rank 0.
     """
 
     # What `begin` sets.
@@ -53,39 +58,48 @@ class StudentAnswers:
         self._scoring, self.lines = Scoring([], tokenizer, config.task.max_new_tokens), lines
 
     def begin(self, training: Training) -> None:
-        """Find the limits of answers; ConfigError: they leave no room for a prompt."""
+        """Make the sampler. A collective. ConfigError: `task.max_new_tokens` leaves no room for a prompt."""
         self._training, self._sampler = training, make_sampler(training, self._tokenizer, self._task)
 
     def has(self, step: int) -> bool:
         """Whether the model itself answers in a step, by its number from 0."""
         digest = hashlib.blake2b(f"{self._seed}:on_policy:{step}".encode(), digest_size=8).digest()
+        # The digest is a number from 0 to 2^64: it is below a share of that in this share of the steps.
         return int.from_bytes(digest, "little") < self._task.on_policy * 2**64
 
     def answer(self, batches: Sequence[Batch]) -> list[Batch]:
-        """Give batches with an answer in each row, which alone has targets. A collective.
+        """Give batches of the same prompts with the model's answers, whose tokens alone are targets. A collective.
 
         Args:
             batches: batches of this data rank with one document in each row.
         """
-        training, room = self._training, self._sampler.limits.room()
-        counts = [len(batch["input_ids"]) for batch in batches]
+        room = self._sampler.limits.room()
         examples = [example for batch in batches for example in read_examples(batch, room)]
-        prompts, filling = [example.prompt for example in examples], fill_id(self._tokenizer)
-        with evaluating(training, are_training=True) as forward, training.engine.gathered():
-            answers = answer_prompts(
-                self._sampler,
-                prompts,
-                [answer_seeds(self._seed, number, 1)[0] for number in prompt_numbers(training, len(prompts))],
-                forward,
-                rows_at_once=training.strategy.batch.micro_batch_size,
-                fill_id=filling,
-            )
-        # A lane that has ended gives none to answer.
+        prompts = [example.prompt for example in examples]
+        answers = self._sample(prompts)
+        # A lane of the data that has ended gives empty prompts.
         live = [place for place, prompt in enumerate(prompts) if prompt]
         shown = self._scoring.describe([examples[place] for place in live], [answers[place] for place in live])
-        self.lines.write_some(shown, {}, training.state)
-        firsts = [sum(counts[:place]) for place in range(len(counts))]
-        return [
-            make_rows(prompts[first : first + count], answers[first : first + count], fill_id=filling)
-            for first, count in zip(firsts, counts, strict=True)
-        ]
+        self.lines.write_some(shown, {}, self._training.state)
+        answered, first = [], 0
+        for batch in batches:
+            rows = slice(first, first + len(batch["input_ids"]))
+            answered.append(make_rows(prompts[rows], answers[rows], fill_id=fill_id(self._tokenizer)))
+            first = rows.stop
+        return answered
+
+    def _sample(self, prompts: Sequence[list[int]]) -> list[Answer]:
+        """Have the model answer prompts, each by the seed of its number in the run's data. A collective."""
+        training = self._training
+        seeds: list[int] = []
+        for number in prompt_numbers(training, len(prompts)):
+            seeds += answer_seeds(self._seed, number, 1)
+        with evaluating(training, are_training=True) as forward, training.engine.gathered():
+            return answer_prompts(
+                self._sampler,
+                prompts,
+                seeds,
+                forward,
+                rows_at_once=training.strategy.batch.micro_batch_size,
+                fill_id=fill_id(self._tokenizer),
+            )

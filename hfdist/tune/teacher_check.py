@@ -1,8 +1,6 @@
-"""Whether a model can teach the one that is trained, by the small files of its folder alone."""
+"""The check that a model can be the teacher of a distillation, by the small files of its folder alone."""
 
 from __future__ import annotations
-
-from itertools import islice
 
 import torch
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedTokenizerBase
@@ -19,7 +17,7 @@ _KEY = "task.teacher"
 _ALLOWED = "the folder of a causal language model in safetensors, with the tokenizer of the model that is trained"
 _HINT = f"{_KEY}=RUN/model, of a run without an adapter or with a merged one, or of what `hf download` has fetched"
 _SHOWN = 2
-"""Tokens that a message shows."""
+"""The most differing tokens that a message shows."""
 
 
 def check_teacher(
@@ -29,49 +27,66 @@ def check_teacher(
 
     Args:
         task: `task.*` of the run, which names the folder of the teacher.
-        tokenizer: of the model that is trained.
-        student: config of that model.
+        tokenizer: tokenizer of the model that is trained.
+        student: config of the model that is trained.
         sequence_length: tokens of a sequence.
 
     Raises:
         ConfigError: the folder holds no causal language model in safetensors, or one with other tokens, fewer tokens
-            than the student, or too few positions; or it sees through from one packed document to the next. Or more
-            of its likeliest tokens are to be kept than there are.
+            than the student, or too few positions; or attention of the teacher goes from one packed document to the
+            next. Or `task.teacher_top_k` is above the number of tokens.
     """
     path = str(task.teacher)
-
-    def refuse(what: str, found: object, allowed: str = _ALLOWED, hint: str = _HINT) -> ConfigError:
-        return ConfigError(what, where=_KEY, found=f"{path}, {found}", allowed=allowed, hint=hint)
-
     config = find_frozen(path, where=_KEY, allowed=_ALLOWED, hint=_HINT)
-    differ = _describe_difference(read_tokenizer(path, where=_KEY), tokenizer)
-    if differ:
-        raise refuse("the teacher has another tokenizer than the model that is trained", differ)
-    taught, known = (one.get_text_config().vocab_size for one in (config, student))
-    if taught < known:
-        found = f"with {taught:,} rows of logits, and a student with {known:,}"
-        hint = f"model.config.vocab_size={taught} for a model of random weights, or another task.teacher"
-        raise refuse("the teacher says nothing of some tokens of the model that is trained", found, hint=hint)
-    if task.teacher_top_k is not None and task.teacher_top_k > known:
-        what, hint = "the model that is trained has fewer tokens", "task.teacher_top_k=64"
-        where, allowed = "task.teacher_top_k", f"<= {known}"
-        raise ConfigError(what, where=where, found=task.teacher_top_k, allowed=allowed, hint=hint)
+    difference = _describe_difference(read_tokenizer(path, where=_KEY), tokenizer)
+    if difference:
+        raise _unfit("the teacher has another tokenizer than the model that is trained", f"{path}, {difference}")
+    _check_vocabulary(task, config, student)
     positions = most_positions(config)
     if positions is not None and positions < sequence_length:
-        what, hint = "sequences are longer than the teacher has positions", f"data.sequence_length={positions}"
-        found = f"with {positions:,}, and data.sequence_length={sequence_length}"
-        raise refuse(what, found, f"data.sequence_length <= {positions}", hint)
+        raise _unfit(
+            "sequences are longer than the teacher has positions",
+            f"{path}, with {positions:,}, and data.sequence_length={sequence_length}",
+            allowed=f"data.sequence_length <= {positions}",
+            hint=f"data.sequence_length={positions}",
+        )
     names = read_names(AutoModelForCausalLM, expand_user(path), where=_KEY, head=Head.tokens, **SAFELY)
     names.check(where=_KEY, name=path, hint=_HINT)
+    # On the meta device a model has shapes and no weights.
     with torch.device("meta"):
         check_packable(AutoModelForCausalLM.from_config(config, trust_remote_code=False), where=_KEY)
 
 
+def _check_vocabulary(task: TaskConfig, teacher: PreTrainedConfig, student: PreTrainedConfig) -> None:
+    num_taught, num_known = teacher.get_text_config().vocab_size, student.get_text_config().vocab_size
+    if num_taught < num_known:
+        raise _unfit(
+            "the teacher says nothing of some tokens of the model that is trained",
+            f"{task.teacher}, with {num_taught:,} rows of logits, and a student with {num_known:,}",
+            hint=f"model.config.vocab_size={num_taught} for a model of random weights, or another task.teacher",
+        )
+    if task.teacher_top_k is not None and task.teacher_top_k > num_known:
+        raise ConfigError(
+            "the model that is trained has fewer tokens",
+            where="task.teacher_top_k",
+            found=task.teacher_top_k,
+            allowed=f"<= {num_known}",
+            hint="task.teacher_top_k=64",
+        )
+
+
+def _unfit(what: str, found: str, *, allowed: str = _ALLOWED, hint: str = _HINT) -> ConfigError:
+    """Make the error of a teacher that does not fit the student."""
+    return ConfigError(what, where=_KEY, found=found, allowed=allowed, hint=hint)
+
+
 def _describe_difference(teacher: PreTrainedTokenizerBase, student: PreTrainedTokenizerBase) -> str:
-    """Say how the tokens of two tokenizers differ; empty: they are the same."""
-    ours, theirs = student.get_vocab(), teacher.get_vocab()
-    others = [token for token in sorted({*ours, *theirs}) if ours.get(token) != theirs.get(token)]
-    if not others:
+    """Say how the tokens of two tokenizers differ; "": they are the same."""
+    known, taught = student.get_vocab(), teacher.get_vocab()
+    differing = [token for token in sorted({*known, *taught}) if known.get(token) != taught.get(token)]
+    if not differing:
         return ""
-    shown = "; ".join(f"{t!r} is {theirs.get(t, 'none')}, not {ours.get(t, 'none')}" for t in islice(others, _SHOWN))
-    return f"of {len(theirs):,} tokens, not {len(ours):,}; {len(others):,} differ: {shown}"
+    shown = "; ".join(
+        f"{token!r} is {taught.get(token, 'none')}, not {known.get(token, 'none')}" for token in differing[:_SHOWN]
+    )
+    return f"of {len(taught):,} tokens, not {len(known):,}; {len(differing):,} differ: {shown}"

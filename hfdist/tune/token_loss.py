@@ -1,4 +1,4 @@
-"""Objectives whose items are the tokens that a batch, once it is prepared, has as labels."""
+"""The base of objectives whose items are tokens: the labels of a prepared batch."""
 
 from __future__ import annotations
 
@@ -13,17 +13,20 @@ from hfdist.trainer.step.objective import Objective
 
 
 class TokenLoss(Objective):
-    """What these objectives share: how items and tokens are counted."""
+    """Counts items and tokens of objectives in which each label is an item."""
 
     @property
     def convention(self) -> Convention:
-        """As of all objectives; the items are tokens, so that their loss has a perplexity."""
+        """How the Trainer divides and reports the loss: as for other objectives, and with a perplexity of tokens."""
         return replace(super().convention, is_of_tokens=True)
 
     def count(self, batch: Batch) -> torch.Tensor:
-        """Count the labels."""
+        """Count the labels of a prepared batch."""
         return (batch["labels"] != IGNORED).sum()
 
     def num_tokens(self, batch: Batch) -> int:
-        """Count the tokens that an encoder reads, without what fills up: layouts fill up otherwise."""
+        """Count the tokens that an encoder reads in a prepared batch.
+
+        What fills up rows does not count: each layout fills them up to another length.
+        """
         return int(batch["attention_mask"].sum())

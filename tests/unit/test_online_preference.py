@@ -12,7 +12,7 @@ from hfdist.config.task import TaskConfig, TaskLoss, TaskName
 from hfdist.data.marks import split_labels
 from hfdist.tune.answer import Answer
 from hfdist.tune.online_preference import OnlinePreferences, pair_up
-from hfdist.tune.reference import REFERENCE, answers_of
+from hfdist.tune.reference import REFERENCE, bind_log_probabilities
 from hfdist.tune.rollout_rows import REWARDS, make_rows
 from tests.distributed.policy_runs import write_model
 
@@ -57,7 +57,7 @@ def test_the_loss_is_that_of_trl(tmp_path, answered, loss):
     )
     pairs = pair_up(answered, 3)
     with torch.no_grad():
-        pairs[REFERENCE] = answers_of(objective._pairs._training)(other, pairs)
+        pairs[REFERENCE] = bind_log_probabilities(objective._pairs._training)(other, pairs)
     found = objective.loss(model, pairs) / objective.count(pairs)
 
     def log_probability(one, prompt, answer):

@@ -14,7 +14,7 @@ LN3 = math.log(3)
 
 def loss(name, chosen, rejected, **fields):
     scores = torch.tensor([chosen, rejected], requires_grad=True)
-    value = LOSSES[TaskLoss[name]].of(*scores, TaskConfig(**fields))
+    value = LOSSES[TaskLoss[name]].function(*scores, TaskConfig(**fields))
     value.backward()
     return value.item(), scores.grad
 

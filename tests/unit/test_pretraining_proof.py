@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from hfdist.config.composition.compose import compose_config, to_values
+from hfdist.config.composition.compose import compose_config
+from hfdist.config.composition.config_text import to_values
 from proofs.pretraining import BAG, MAJORITY, NEIGHBOURS, PRETRAINED, RANDOM, Outcome, by_words, classifying, describe
 from proofs.reinforcement import Cost
 

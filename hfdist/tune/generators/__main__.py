@@ -13,7 +13,7 @@ from pathlib import Path
 from hfdist.processes.stop_signals import STOP_SIGNALS
 
 _ALIVE_SECONDS = 1.0
-"""Seconds between looks for the rank."""
+"""Seconds between two looks at whether the rank is alive."""
 
 
 def _end_with(parent: int) -> None:
@@ -25,29 +25,31 @@ def _end_with(parent: int) -> None:
 
 def main() -> None:
     """Serve the run of the rank that has started this process."""
-    settings, policy, name = Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[5]
-    first_device, index, parent = int(sys.argv[3]), int(sys.argv[4]), int(sys.argv[6])
-    # The rank tells its id: it may have ended, and this process have another parent already.
-    threading.Thread(target=partial(_end_with, parent), daemon=True).start()
+    settings_path, policy, first_device, index, name, parent = sys.argv[1:]
+    # The rank gives its process id: it may have ended, so that this process has another parent already.
+    threading.Thread(target=partial(_end_with, int(parent)), daemon=True).start()
     # A launcher may tell all processes of a run to stop, and the ranks still have steps to end.
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
-    # Imported here: all of it is slow, the model most of all.
+    # Imported here, as imports take seconds, those of the model most of all: the two things above must not wait.
     from hfdist.tune.generators.settings import Settings
     from hfdist.tune.generators.sockets import connect
 
-    known = Settings.read(settings)
-    broker = connect(settings.parent, name)
-    if known.config.task.server is None:
+    folder = Path(settings_path).parent
+    settings = Settings.read(Path(settings_path))
+    broker = connect(folder, name)
+    if settings.config.task.server is None:
         from hfdist.tune.generators.generator import Generator
         from hfdist.tune.generators.policy_files import PolicyFiles
         from hfdist.tune.generators.serving import serve
 
-        serve(Generator(known, PolicyFiles(policy), device=first_device + index), broker)
+        device = int(first_device) + int(index)
+        serve(Generator(settings, PolicyFiles(Path(policy)), device=device), broker)
     else:
         from hfdist.tune.generators.servers.served import serve_by_server
 
-        serve_by_server(known, policy, index, start=settings.parent.name, broker=broker)
+        # The folder has a random name, so it names this start of the run.
+        serve_by_server(settings, Path(policy), int(index), start=folder.name, broker=broker)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""The answers to a prompt as a message: tokens with their log-probabilities, and of an episode what was said in it.
+"""The answers to a prompt as a message: tokens with log-probabilities, and what was said if they are episodes.
 
-completions          [[5, 9, 1], ...]         all tokens of each answer, read ones too
-log_probabilities    [[-0.5, -1.2], ...]      of the tokens that were drawn
+completions          [[5, 9, 1], ...]         all tokens of each answer, drawn and read
+log_probabilities    [[-0.5, -1.2], ...]      the log-probability of each token that was drawn
 episodes             [{"drawn": [true, false, true], "turns": [["assistant", "7", ""], ...], ...}, ...]
 """
 
@@ -19,14 +19,20 @@ _ROLES = ("assistant", "tool", "user")
 
 
 class ReadAnswer(NamedTuple):
-    """An answer, and of an episode how many tokens of its prompt the model has read; None: all."""
+    """An answer that was read from a message."""
 
     answer: Answer
     num_prompt_tokens: int | None = None
+    """How many tokens of its prompt the model has read, from the first on; None: all."""
 
 
 def write_answers(answers: Sequence[Answer], prompts: Sequence[list[int]] | None = None) -> dict[str, object]:
-    """Describe answers; `prompts`: of episodes, as the model has read them."""
+    """Give answers as JSON.
+
+    Args:
+        answers: the answers to one prompt.
+        prompts: if they are episodes, the prompt of each as the model has read it; None: they are answers of one turn.
+    """
     written: dict[str, object] = {
         "completions": [answer.tokens for answer in answers],
         "log_probabilities": [answer.log_probabilities or [] for answer in answers],
@@ -50,18 +56,28 @@ def _describe(answer: Answer, prompt: Sequence[int]) -> dict[str, object]:
 
 
 def read_answers(message: Message, end_ids: Collection[int]) -> list[ReadAnswer]:
-    """Read answers. NotAMessageError: they are none; what their tokens are is not looked at."""
-    completions, values = message.list("completions"), message.list("log_probabilities")
-    episodes = message.list("episodes") if "episodes" in message else [None] * len(completions)
-    if not len(completions) == len(values) == len(episodes):
+    """Read what `write_answers` has given; tokens and log-probabilities are left to `AnswerCheck`.
+
+    Args:
+        message: a message with answers.
+        end_ids: tokens that end an answer of one turn.
+
+    Raises:
+        NotAMessageError: these are no answers.
+    """
+    completions, log_probabilities = message.list("completions"), message.list("log_probabilities")
+    if len(completions) != len(log_probabilities):
         raise NotAMessageError("answers have not one of each")
-    return [
-        ReadAnswer(Answer.of(tokens, own, end_ids=end_ids)) if episode is None else _read(tokens, own, episode)
-        for tokens, own, episode in zip(completions, values, episodes, strict=True)
-    ]
+    if "episodes" not in message:
+        pairs = zip(completions, log_probabilities, strict=True)
+        return [ReadAnswer(Answer.of(tokens, values, end_ids=end_ids)) for tokens, values in pairs]
+    episodes = message.list("episodes")
+    if len(episodes) != len(completions):
+        raise NotAMessageError("answers have not one of each")
+    return [_read_episode(*parts) for parts in zip(completions, log_probabilities, episodes, strict=True)]
 
 
-def _read(tokens: list[Any], log_probabilities: list[Any], described: object) -> ReadAnswer:
+def _read_episode(tokens: list[Any], log_probabilities: list[Any], described: object) -> ReadAnswer:
     episode = as_message(described)
     drawn = episode.list("drawn")
     if len(drawn) != len(tokens) or not all(type(one) is bool for one in drawn):
@@ -71,7 +87,7 @@ def _read(tokens: list[Any], log_probabilities: list[Any], described: object) ->
         is_drawn=drawn,
         has_ended=episode.flag("ended"),
         log_probabilities=log_probabilities,
-        turns=[_turn(one) for one in episode.list("turns")],
+        turns=[_read_turn(given) for given in episode.list("turns")],
         num_turns=episode.integer("num_turns"),
         num_calls=episode.integer("calls"),
         reward=episode.number("reward", least=-math.inf),
@@ -80,7 +96,7 @@ def _read(tokens: list[Any], log_probabilities: list[Any], described: object) ->
     return ReadAnswer(answer, episode.integer("prompt_tokens"))
 
 
-def _turn(given: object) -> Turn:
+def _read_turn(given: object) -> Turn:
     if not isinstance(given, list) or len(given) != len(Turn._fields):
         raise NotAMessageError("a turn is no list of role, text and name")
     said = Message(zip(Turn._fields, given, strict=True))

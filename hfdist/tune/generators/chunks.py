@@ -1,7 +1,7 @@
-"""Files as chunks with hashes: who has files lists them, who wants them asks for a chunk at a time and checks it.
+"""Files as chunks with hashes, so that a reader fetches a chunk at a time and knows that it is the right one.
 
-file   |  chunk 0  |  chunk 1  |  2  |      each of CHUNK_BYTES, but for the last
-listed    sha256      sha256     sha256
+a file           |  chunk 0  |  chunk 1  |  2  |      each of CHUNK_BYTES, but for the last
+its list entry      sha256      sha256     sha256     and the number of bytes
 """
 
 from __future__ import annotations
@@ -15,27 +15,27 @@ from typing import NamedTuple
 from hfdist.messages.message import Message, NotAMessageError
 
 CHUNK_BYTES = 2**23
-"""With this, the list of 500 GB is a message of 4 MiB."""
+"""Bytes of a chunk: the list of 500 GB is a message of 4 MiB."""
 _NAME = re.compile(r"(?:[A-Za-z0-9_-][\w.-]{0,200}/)?[A-Za-z0-9_-][\w.-]{0,200}", re.ASCII)
 _HARMLESS = (".json", ".safetensors", ".txt", ".model", ".jinja", ".tiktoken")
-"""Ends of names of files that cannot run code."""
+"""Ends of the names of files that cannot run code."""
 _HASH = re.compile(r"[0-9a-f]{64}")
 
 
 class ListedFile(NamedTuple):
-    """What a file must be."""
+    """The size and the hashes by which a file is known."""
 
     num_bytes: int
     hashes: tuple[str, ...]
-    """SHA-256 of each chunk."""
+    """SHA-256 of each chunk, as hexadecimal digits."""
 
     def size_of(self, chunk: int) -> int:
-        """Give the bytes of a chunk."""
+        """Give the number of bytes of a chunk, by its number from 0."""
         return min(CHUNK_BYTES, self.num_bytes - chunk * CHUNK_BYTES)
 
 
 Listing = Mapping[str, ListedFile]
-"""Files by name, which may have one folder before it."""
+"""Files by name; a name may have one folder before it, as in 1_Pooling/config.json."""
 
 
 def may_travel(name: str) -> bool:
@@ -44,12 +44,12 @@ def may_travel(name: str) -> bool:
 
 
 def hash_chunk(content: bytes | memoryview) -> str:
-    """Give the hash of a chunk."""
+    """Give the SHA-256 of a chunk, as hexadecimal digits."""
     return hashlib.sha256(content).hexdigest()
 
 
 def list_file(path: Path) -> ListedFile:
-    """Read a file, and give what another must be to be the same; OSError: it cannot be read."""
+    """Read a file, and give its size and hashes; OSError: it cannot be read."""
     hashes, num_bytes, buffer = [], 0, memoryview(bytearray(CHUNK_BYTES))
     with path.open("rb", buffering=0) as file:
         # A raw file gives less than a chunk at its end alone, on the disks of Linux.

@@ -1,4 +1,9 @@
-"""Which generator answers which prompt, and which answer counts: each prompt's once, by a policy that is not too old.
+"""Which generator answers which prompt, and which answers count: the first ones, by a policy that is not too old.
+
+    add  ->  waiting  -- hand_out -->  at a generator  -- answer -->  answered  -- take -->  a rank trains on it
+                ^                            |                           |
+                +-- lose, or its time is up -+      (too old for its step)
+                +----------------------------------------------------------+
 
 A policy's version is the number of steps that have trained it. The prompts of step s are handed out once there is a
 version of at least s - max_staleness, so that an answer is seldom thrown away. No processes and no sockets here.
@@ -23,17 +28,21 @@ class HandedOut(NamedTuple):
     """A prompt at a generator."""
 
     version: int
+    """Version of the policy that the generator answers with."""
     deadline_seconds: float
+    """Time from which on another generator may get the prompt, too."""
 
 
 @dataclass
 class _Prompt:
     step: int
-    """Number of the step that needs it: the steps before it."""
+    """Number of the step that needs the prompt, from 0 on."""
     content: object
+    """The prompt, as a generator gets it."""
     at: dict[str, HandedOut] = field(default_factory=dict)
     """Generators that have the prompt, by name."""
     answers: Answers | None = None
+    """The answers that count; None: there are none yet."""
 
 
 class Dispatcher:
@@ -51,7 +60,7 @@ class Dispatcher:
         self.version: int | None = None
         """Version of the newest policy that generators can read."""
         self.num_thrown_away = 0
-        """Prompts whose answers came twice, or were too old."""
+        """Number of prompts whose answers came twice, or were too old."""
 
     def forget(self) -> None:
         """Forget all: the run has gone back to an earlier step."""
@@ -68,9 +77,12 @@ class Dispatcher:
     def hand_out(self, generator: str, most: int, now_seconds: float) -> list[tuple[int, object]]:
         """Give a generator up to `most` prompts for the newest policy: number and content, the lowest numbers first."""
         given: list[tuple[int, object]] = []
+        if self.version is None:
+            return given
         for number in sorted(self._prompts):
             prompt = self._prompts[number]
-            if len(given) == most or self.version is None or self._staleness(prompt, self.version) > 0:
+            # Later prompts are of the same step, or of a later one: the policy is too old for them as well.
+            if len(given) == most or self._staleness(prompt, self.version) > 0:
                 break
             is_awaited = any(at.deadline_seconds > now_seconds for at in prompt.at.values())
             if prompt.answers is None and not is_awaited:
@@ -118,5 +130,5 @@ class Dispatcher:
         return used if self.version is None else used | {self.version}
 
     def _staleness(self, prompt: _Prompt, version: int) -> int:
-        """Number of versions by which an answer of this version would be too old; at most 0: it is not too old."""
+        """Give the number of versions by which an answer of this version would be too old; 0 or less: it is not."""
         return prompt.step - version - self._max_staleness

@@ -1,4 +1,4 @@
-"""The gates of rank 0: each generator and each rank of another machine that comes in is one more peer of the broker.
+"""The gates of rank 0, through which generators and ranks of other machines reach the broker as its own peers.
 
     hfdist generate  --- TCP, secret of people --->  GeneratorGate  --+
     its reader of files  ---------------------------------^           |--- a socket each --->  the broker
@@ -35,8 +35,9 @@ T = TypeVar("T")
 MOST_CONNECTIONS = 256
 """Connections of generators and of their readers of files; one more is refused."""
 _LINGER_MILLISECONDS = 1000
+"""The longest time for which a closed socket still sends what it holds."""
 _MOST_SAID = 200
-"""Characters of what a generator says of itself that are logged."""
+"""The most characters that are logged of what a generator says of itself."""
 _ASK_BYTES = 2**16
 """The most bytes of a question for files."""
 
@@ -46,13 +47,13 @@ class RankGate:
 
     Args:
         listener: a listening socket.
-        folder: that of the broker's socket.
+        folder: folder of the broker's socket.
     """
 
     def __init__(self, listener: socket.socket, folder: Path) -> None:
         self._folder = folder
         self.secret = secrets.token_hex(16)
-        """What the ranks of this start know; they are told through their process group."""
+        """Secret of the ranks of this start; they are told it through their process group."""
         self._served = DoorThread(Door(self.secret, self._hear, logger.warning), listener, "generators-ranks")
 
     def close(self) -> None:
@@ -60,20 +61,23 @@ class RankGate:
         self._served.close()
 
     async def _hear(self, hello: Message, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        """Be a rank for the broker: pass messages both ways at once, until the connection ends."""
+
         async def pass_in() -> None:
             while True:
-                await own.send((await read_line(reader, MOST_BYTES))[:-1])
+                line = await read_line(reader, MOST_BYTES)
+                await peer.send(_without_end(line))
 
         async def pass_out() -> None:
             while True:
-                await _write(writer, await own.recv())
+                await _write(writer, await peer.recv())
 
-        own = connect_in_loop(self._folder, f"{RANK}{hello.integer('rank')}")
+        peer = connect_in_loop(self._folder, f"{RANK}{hello.integer('rank')}")
         try:
             writer.write(write_message({"welcome": 1}))
             await _first(pass_in(), pass_out())
         finally:
-            own.close(_LINGER_MILLISECONDS)
+            peer.close(_LINGER_MILLISECONDS)
 
 
 class GeneratorGate:
@@ -81,10 +85,10 @@ class GeneratorGate:
 
     Args:
         listener: a listening socket.
-        folder: that of the broker's socket.
-        secret: what generators must know; empty: anybody may come in who reaches the listener.
-        welcome: what a generator is told of the run; `start` in it names this start of the run.
-        files: what it may ask for.
+        folder: folder of the broker's socket.
+        secret: secret that generators must know; "": anybody may come in who reaches the listener.
+        welcome: message that tells a generator of the run; `start` in it names this start of the run.
+        files: files that a generator may ask for.
         most_bytes: the most bytes of a message of answers.
     """
 
@@ -102,12 +106,16 @@ class GeneratorGate:
         self._num_connections, self._num_generators = 0, 0
         self._told: set[str] = set()
         """Refusals that are in the log."""
-        self._is_closing, self._last_words = False, b""
+        self._is_closing = False
+        self._last_words = b""
+        """Line that each generator gets when the gate closes."""
         self._served = DoorThread(Door(secret, self._hear, logger.warning), listener, "generators-gate")
 
     def close(self, *, is_end: bool) -> None:
         """Serve no more; `is_end`: generators are told that the training has ended, and do not wait for its return."""
-        self._is_closing, self._last_words = True, write_message({"ended": 1}) if is_end else b""
+        self._is_closing = True
+        if is_end:
+            self._last_words = write_message({"ended": 1})
         self._served.close()
 
     async def _hear(self, hello: Message, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -133,6 +141,7 @@ class GeneratorGate:
             self._num_connections -= 1
 
     def _tell_once(self, refusal: str) -> None:
+        """Log a refusal, unless it is in the log: a generator that is refused may come again and again."""
         if refusal not in self._told and len(self._told) < MOST_CONNECTIONS:
             self._told.add(refusal)
             logger.warning("refused: %s", refusal)
@@ -141,16 +150,16 @@ class GeneratorGate:
         """Be a generator for the broker: it speaks, gets prompts, and speaks again."""
         self._num_generators += 1
         name = f"generator {self._num_generators} of {host}"
-        own = connect_in_loop(self._folder, name)
+        peer = connect_in_loop(self._folder, name)
         said = asyncio.ensure_future(read_line(reader, self._most_bytes))
         try:
-            await _write(writer, write_message(self._welcome)[:-1])
+            await _write(writer, _without_end(write_message(self._welcome)))
             logger.info("%s has joined", name)
             while True:
-                await own.send((await said)[:-1])
+                await peer.send(_without_end(await said))
                 said = asyncio.ensure_future(read_line(reader, self._most_bytes))
                 # A generator that speaks while it should wait is dropped: nothing would read what it says.
-                prompts = await _unless(said, own.recv())
+                prompts = await _unless(said, peer.recv())
                 if prompts == DROPPED:
                     return
                 await _write(writer, prompts)
@@ -161,12 +170,12 @@ class GeneratorGate:
             if self._is_closing:
                 writer.write(self._last_words)
             else:
-                own.send(pack({"kind": "gone"}), zmq.NOBLOCK)
-            own.close(_LINGER_MILLISECONDS)
+                peer.send(pack({"kind": "gone"}), zmq.NOBLOCK)
+            peer.close(_LINGER_MILLISECONDS)
 
     async def _give_files(self, host: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Answer questions for files, each with one message, and with a chunk after it where one is asked for."""
-        await _write(writer, write_message({"welcome": 1})[:-1])
+        await _write(writer, pack({"welcome": 1}))
         while True:
             asked = read_message(await read_line(reader, _ASK_BYTES))
             if "differs" in asked:
@@ -174,24 +183,37 @@ class GeneratorGate:
                 return
             try:
                 if asked.text("start") != self._welcome["start"]:
+                    # Of a start of the run that has ended.
                     raise FileNotFoundError
-                if "file" not in asked:
-                    found = write_message({"files": await asyncio.to_thread(self._files.list, asked)})
-                    if len(found) > MOST_BYTES_OF_LINE:
-                        raise RefusedError(refused="this model has too many files to send", key="model.name")
-                    await _write(writer, found[:-1])
-                    continue
-                path, first, count = self._files.find(asked)
-                with path.open("rb") as file:
-                    await _write(writer, write_message({"bytes": count})[:-1])
-                    await asyncio.get_running_loop().sendfile(writer.transport, file, first, count)
+                if "file" in asked:
+                    await self._give_chunk(asked, writer)
+                else:
+                    await self._give_listing(asked, writer)
             except FileNotFoundError:
-                await _write(writer, write_message({"gone": 1})[:-1])
+                await _write(writer, pack({"gone": 1}))
+
+    async def _give_listing(self, asked: Message, writer: asyncio.StreamWriter) -> None:
+        # In a thread: the first listing reads whole files.
+        listing = write_message({"files": await asyncio.to_thread(self._files.list, asked)})
+        if len(listing) > MOST_BYTES_OF_LINE:
+            raise RefusedError(refused="this model has too many files to send", key="model.name")
+        await _write(writer, _without_end(listing))
+
+    async def _give_chunk(self, asked: Message, writer: asyncio.StreamWriter) -> None:
+        chunk = self._files.find(asked)
+        with chunk.path.open("rb") as file:
+            await _write(writer, pack({"bytes": chunk.num_bytes}))
+            await asyncio.get_running_loop().sendfile(writer.transport, file, chunk.first, chunk.num_bytes)
 
 
-async def _write(writer: asyncio.StreamWriter, content: bytes) -> None:
-    """Write a message, and wait until most of it is under way."""
-    writer.write(content + b"\n")
+def _without_end(line: bytes) -> bytes:
+    """Give the message of a line: the broker's messages have no line end."""
+    return line[:-1]
+
+
+async def _write(writer: asyncio.StreamWriter, message: bytes) -> None:
+    """Write a message as a line, and wait until most of it is under way."""
+    writer.write(message + b"\n")
     await writer.drain()
 
 
@@ -208,7 +230,12 @@ async def _first(*waits: Awaitable[None]) -> None:
 
 
 async def _unless(said: asyncio.Future[bytes], wanted: Awaitable[T]) -> T:
-    """Wait for something; EOFError, OSError, NotAMessageError: the other side has ended, or spoken, before it came."""
+    """Wait for something that comes before the other side speaks.
+
+    Raises:
+        EOFError, OSError: the other side has ended.
+        NotAMessageError: the other side has spoken.
+    """
     task = asyncio.ensure_future(wanted)
     both: list[asyncio.Future[Any]] = [said, task]
     try:

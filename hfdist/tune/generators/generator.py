@@ -33,19 +33,19 @@ from hfdist.tune.prompt_seeds import episode_name
 
 
 class Policy(Protocol):
-    """Versions of the policy, wherever they are."""
+    """Gives versions of the policy, from a disk or from another machine."""
 
     def read(self, rollback: int, version: int, model: nn.Module, /) -> None:
         """Put the weights of a version into a whole model; FileNotFoundError: it has been removed."""
 
 
 class Generator:
-    """The model of one generator, which reads the policy as it is asked for.
+    """Answers prompts by a model that reads the version of the policy that it is asked for.
 
     Args:
-        settings: of the run.
-        policy: versions of its weights.
-        device: number of the GPU, if there are any; more than there are begin with the first again.
+        settings: settings of the run's generators.
+        policy: versions of the policy's weights.
+        device: number of the GPU, if there are any; numbers above the last GPU begin with the first again.
     """
 
     def __init__(self, settings: Settings, policy: Policy, *, device: int) -> None:
@@ -74,8 +74,8 @@ class Generator:
         """Answer prompts by a version of the policy.
 
         Args:
-            rollback: see `PolicyFiles`.
-            version: version of the policy.
+            rollback: how often the run has gone back to an earlier step.
+            version: version of the policy: the number of steps that have trained it.
             prompts: each with its number, its tokens, and a seed for each completion; with an environment also the
                 tokens of the reference, and the other columns of the row.
 
@@ -90,17 +90,17 @@ class Generator:
             self._version_read = None
             self._policy.read(rollback, version, self._model)
             self._version_read = rollback, version
-        answers, read = self._draw(prompts)
+        answers, prompts_read = self._draw(prompts)
         described, first = [], 0
         for prompt in prompts:
-            own = slice(first, first + len(prompt["seeds"]))
-            first = own.stop
-            given = write_answers(answers[own], None if read is None else read[own])
-            described.append({"number": prompt["number"], **given})
+            rows = slice(first, first + len(prompt["seeds"]))
+            first = rows.stop
+            written = write_answers(answers[rows], None if prompts_read is None else prompts_read[rows])
+            described.append({"number": prompt["number"], **written})
         return described
 
     def _draw(self, prompts: Sequence[dict[str, Any]]) -> tuple[list[Answer], list[list[int]] | None]:
-        """Give all answers to all prompts, and of episodes the prompts as the model has read them."""
+        """Give all answers to all prompts; for episodes also the prompt of each as the model has read it, else None."""
         seeds = [seed for prompt in prompts for seed in prompt["seeds"]]
         if self._acting is None:
             rows = [prompt["tokens"] for prompt in prompts for _ in prompt["seeds"]]
@@ -121,9 +121,9 @@ class Generator:
     ) -> list[Value]:
         precision = self._config.train.precision
         dtype = torch.float16 if precision is Precision.fp16 else torch.bfloat16
-        own = {name: tensor.to(self._device) for name, tensor in batch.items()}
+        moved = {name: tensor.to(self._device) for name, tensor in batch.items()}
         with torch.autocast(self._device.type, dtype, enabled=precision is not Precision.fp32):
-            return [function(self._model, own)]
+            return [function(self._model, moved)]
 
 
 def _load_tokenizer(settings: Settings) -> PreTrainedTokenizerBase:
@@ -131,6 +131,7 @@ def _load_tokenizer(settings: Settings) -> PreTrainedTokenizerBase:
 
 
 def _build(settings: Settings) -> PreTrainedModel:
+    """Build the run's model with the weights that it begins with; versions hold those that are trained."""
     config = settings.config
     start = resolve_model(config.model, cache_dir=cache_dir(config.data))
     start.fetch_weights()

@@ -1,12 +1,14 @@
-"""What rank 0 has of the generators: their processes on its machine, the broker, and the gates for other machines."""
+"""Rank 0's part of the generators: their processes on its machine, the broker, and the gates for other machines."""
 
 from __future__ import annotations
 
 import atexit
+import math
 import shutil
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 
@@ -24,15 +26,25 @@ from hfdist.tune.generators.settings import Settings
 from hfdist.tune.generators.sockets import make_folder, open_broker
 
 
+class _Totals(NamedTuple):
+    """What generators have done up to a moment."""
+
+    seconds: float
+    """The moment, on the clock `time.monotonic`."""
+    num_tokens: int
+    num_thrown_away: int
+    """Number of prompts whose answers were not used."""
+
+
 class Host:
-    """Starts the processes at once, and the rest with `open`.
+    """Starts the processes at once, and opens the broker and the gates with `open`.
 
     Args:
-        settings: of the generators.
+        settings: settings of the generators.
         tokenizer: tokenizer of the model.
         files: versions of the policy; what an earlier start has left of them is removed.
         logs: folder for what the processes print.
-        num_ranks: ranks of the run; generators use the GPUs after theirs.
+        num_ranks: number of ranks of the run; generators use the GPUs after theirs.
     """
 
     def __init__(
@@ -41,8 +53,8 @@ class Host:
         self._settings, self._files = settings, files
         self._broker: Broker | None = None
         self._gates: Gates | None = None
-        self._read = time.monotonic(), 0, 0
-        """When `figures` was called last, and the tokens and the unused answers of generators up to then."""
+        self._read = _Totals(time.monotonic(), 0, 0)
+        """What had been done at the last call of `figures`."""
         self.sockets = make_folder()
         """Folder of the broker's socket."""
         atexit.register(shutil.rmtree, self.sockets, ignore_errors=True)
@@ -66,7 +78,7 @@ class Host:
         )
 
     def open(self) -> list[object]:
-        """Open the broker and the gates; give the way to it from other machines, as JSON."""
+        """Open the broker and the gates; give `Gates.way_for_ranks`, as JSON."""
         task, limits = self._settings.config.task, self._settings.limits
         self._gates = Gates(self._settings, self.sockets, self._files)
         self._broker = Broker(
@@ -89,19 +101,25 @@ class Host:
     def _most_prompts(self) -> int:
         """The most prompts that one gets at once: a generator as many as a rank, a server its share of the step."""
         train, num_servers = self._settings.config.train, len(self._settings.config.task.server_addresses)
-        return -(-train.global_batch_size // num_servers) if num_servers else train.micro_batch_size
+        if num_servers == 0:
+            return train.micro_batch_size
+        return math.ceil(train.global_batch_size / num_servers)
 
     def figures(self) -> dict[str, float]:
         """Give what generators have done since the last call."""
         if self._broker is None:
             return {}
-        before, now = self._read, (time.monotonic(), self._broker.num_tokens, self._broker.num_thrown_away)
-        self._read = now
-        seconds, num_tokens, num_thrown_away = (new - old for new, old in zip(now, before, strict=True))
-        return {"generator_tokens_per_second": num_tokens / max(seconds, 1e-9), "answers_thrown_away": num_thrown_away}
+        before = self._read
+        now = self._read = _Totals(time.monotonic(), self._broker.num_tokens, self._broker.num_thrown_away)
+        # Two calls may come within one tick of the clock.
+        seconds = max(now.seconds - before.seconds, 1e-9)
+        return {
+            "generator_tokens_per_second": (now.num_tokens - before.num_tokens) / seconds,
+            "answers_thrown_away": now.num_thrown_away - before.num_thrown_away,
+        }
 
     def end(self, *, is_end: bool) -> None:
-        """End all of it; `is_end`: generators of other machines are told that the training has ended."""
+        """End gates, broker and processes; `is_end`: generators of other machines hear that the training has ended."""
         if self._gates is not None:
             self._gates.close(is_end=is_end)
         if self._broker is not None:

@@ -19,14 +19,14 @@ class TcpLink:
 
     Args:
         address: host and port of the gate.
-        secret: what the gate asks for; empty: nothing.
-        hello: who this is.
+        secret: secret that the gate asks for; "": none.
+        hello: message that says who this is.
         timeout_seconds: the longest wait for the connection and for the welcome.
 
     Raises:
         OSError: nobody answers.
         NotAMessageError: what answers is no gate.
-        RefusedError: it does not let this one in.
+        RefusedError: the gate does not let this one in.
     """
 
     def __init__(

@@ -9,13 +9,19 @@ from hfdist.strategies.engine import Batch
 
 
 class Lookahead:
-    """Reads ahead on the stream of one data rank, in that rank's process; the stream reads the same prompts later."""
+    """Reads ahead on the stream of one data rank, in that rank's process; the stream reads the same prompts later.
+
+    Args:
+        stream: stream of the training.
+        data_rank: data rank of this process.
+        data_size: number of data ranks, which take the prompts in turns.
+    """
 
     def __init__(self, stream: TokenStream, *, data_rank: int, data_size: int) -> None:
         self._stream, self._data_rank, self._data_size = stream, data_rank, data_size
         self._rows: Iterator[tuple[int, Batch]] = iter(())
         self._newest = -1
-        """Number in the run's data of the last prompt that was read here."""
+        """Number in the run's data of the last prompt that was read here; -1: none."""
 
     def restart(self) -> None:
         """Begin anew, after what the stream has given."""

@@ -1,4 +1,4 @@
-"""Where other machines reach the broker: the gates of rank 0 that a run needs, and the way of a rank to it."""
+"""The gates that a run needs for other machines, opened on rank 0, and the connection of each rank to the broker."""
 
 from __future__ import annotations
 
@@ -40,21 +40,21 @@ class Gates:
     """The gates of rank 0; without other machines there are none.
 
     Args:
-        settings: of the run.
+        settings: settings of the generators.
         sockets: folder of the broker's socket.
         files: versions of the policy.
 
     Raises:
-        ConfigError: it cannot listen at `task.generators_port`.
+        ConfigError: this machine cannot listen at `task.generators_port`.
     """
 
     def __init__(self, settings: Settings, sockets: Path, files: PolicyFiles) -> None:
         self._ranks: RankGate | None = None
         self._generators: GeneratorGate | None = None
         self.way_for_ranks: list[object] = []
-        """Host, port and secret for ranks of other machines; empty: there are none."""
+        """Host, port and secret for ranks of other machines, as JSON; []: there are none."""
         self.invitation: str | None = None
-        """How a generator of another machine joins; None: it cannot."""
+        """How a generator of another machine joins; None: none can."""
         if len(_beside_rank_0()) < read_launcher().world_size:
             address, listens_at = own_address(0)
             listener = listen(listens_at, 0)
@@ -66,7 +66,7 @@ class Gates:
             logger.info("generators may join: %s", self.invitation)
 
     def close(self, *, is_end: bool) -> None:
-        """Serve no more; see `GeneratorGate.close`."""
+        """Serve no more; `is_end`: generators are told that the training has ended."""
         if self._generators is not None:
             self._generators.close(is_end=is_end)
         if self._ranks is not None:
@@ -77,27 +77,30 @@ def connect_rank(rank: int, sockets: Path, way: list[object]) -> Link:
     """Connect a rank to the broker of rank 0, over the network where that is on another machine.
 
     Args:
-        rank: this one.
+        rank: number of this rank.
         sockets: folder of the broker's socket.
-        way: `Gates.way_for_ranks`.
+        way: `Gates.way_for_ranks` of rank 0.
 
     Raises:
         PeerError: rank 0 cannot be reached.
     """
     if rank in _beside_rank_0():
         return connect(sockets, f"{RANK}{rank}")
-    host, port, secret = str(way[0]), int(str(way[1])), str(way[2])
+    host, port, secret = (str(part) for part in way)
     try:
-        return TcpLink((host, port), secret, {"rank": rank}, _CONNECT_SECONDS)
+        return TcpLink((host, int(port)), secret, {"rank": rank}, _CONNECT_SECONDS)
     except (OSError, NotAMessageError, RefusedError) as error:
         what, found = f"rank {rank} cannot reach the broker of the generators, on rank 0", f"{host}:{port}: {error}"
         raise PeerError(what, found=found, hint="hfdist doctor, which looks at the links between machines") from error
 
 
 def _beside_rank_0() -> list[int]:
-    """List the ranks that are surely on the machine of rank 0, this one too."""
-    # Machines whose hosts have one name count as one.
-    return machines()[0] if len(machines()) > 1 or not read_launcher().has_other_machines else [0]
+    """List the ranks that are surely on the machine of rank 0, rank 0 included."""
+    # `machines` tells machines apart by the names of their hosts. If it knows one, and the launcher has started
+    # others, then all hosts have one name: only rank 0 itself is surely there.
+    if len(machines()) == 1 and read_launcher().has_other_machines:
+        return [0]
+    return machines()[0]
 
 
 def _open_for_generators(settings: Settings, sockets: Path, files: PolicyFiles) -> GeneratorGate:
@@ -125,30 +128,37 @@ def _open_for_generators(settings: Settings, sockets: Path, files: PolicyFiles) 
 
 
 def _host(task: TaskConfig) -> str:
-    """The address to listen at; "": all of this machine."""
-    return task.generators_host or ("" if os.environ.get(SECRET) else LOOPBACK)
+    """Give the address to listen at; "": all of this machine. Without a secret, only this machine may come in."""
+    if task.generators_host:
+        return task.generators_host
+    return "" if os.environ.get(SECRET) else LOOPBACK
 
 
 def _invite(task: TaskConfig) -> str:
     """Give the command of a generator, and where it may be run."""
     host = _host(task)
     name = platform.node() if host in ("", "0.0.0.0", "::") else host
-    command = f"hfdist generate join={f'[{name}]' if ':' in name else name}:{task.generators_port}"
+    if ":" in name:
+        # An address of IPv6.
+        name = f"[{name}]"
+    command = f"hfdist generate join={name}:{task.generators_port}"
     if os.environ.get(SECRET):
         return f"{command}, with this run's {SECRET}"
     return f"{command}, on this machine; from others with a {SECRET} that both have"
 
 
 def _files_of(settings: Settings) -> dict[str, dict[str, Path]]:
-    """Find the files that a generator builds its model from."""
+    """Find the files that a generator builds its model from, by kind and by name."""
     config = settings.config
+    model, adapter, tokenizer = {}, {}, {}
     start = resolve_model(config.model, cache_dir=cache_dir(config.data))
-    folder = None if start.model.name is None else Path(start.model.name)
-    model = (
-        {} if folder is None else {name: folder / name for name in list_files(start.model, folder) if may_travel(name)}
-    )
-    words = {}
+    if start.model.name is not None:
+        folder = Path(start.model.name)
+        model = {name: folder / name for name in list_files(start.model, folder) if may_travel(name)}
+    if config.adapter.path is not None:
+        adapter = saved_files(config.adapter.path)
     if config.task.environment is not None:
-        words = {path.name: path for path in Path(str(config.model.tokenizer.name)).iterdir() if may_travel(path.name)}
-    adapter = {} if config.adapter.path is None else saved_files(config.adapter.path)
-    return {MODEL: model, ADAPTER: adapter, TOKENIZER: words}
+        # `Host` has saved the tokenizer there.
+        paths = Path(str(config.model.tokenizer.name)).iterdir()
+        tokenizer = {path.name: path for path in paths if may_travel(path.name)}
+    return {MODEL: model, ADAPTER: adapter, TOKENIZER: tokenizer}

@@ -1,4 +1,8 @@
-"""The policy's weights as files, which ranks write and generators, or servers, read in place. See `versions.py`."""
+"""The policy's weights as files on a disk: ranks write each version, and generators or servers read it there.
+
+A version is the number of steps that have trained it. A rollback says how often the run has gone back to an earlier
+step, after which the same version has other weights.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +27,11 @@ _REMOVED = ".removed"
 
 
 class PolicyFiles:
-    """The folder of all versions."""
+    """The folder of all versions of the policy.
+
+    Args:
+        folder: the folder; it need not be there yet.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -33,22 +41,21 @@ class PolicyFiles:
         return version_folder(self.folder, rollback, version)
 
     def write(self, rollback: int, version: int, model: PreTrainedModel, engine: Engine, *, is_whole: bool) -> None:
-        """Write weights of `model`, each rank what it holds. A collective; see `export_model`.
+        """Write a version; each rank writes the weights that it holds. A collective.
 
         Args:
-            rollback: see `versions.py`.
-            version: number of steps that have trained it.
+            rollback: how often the run has gone back.
+            version: number of steps that have trained the weights.
             model: the model that is trained.
-            engine: what holds it.
-            is_whole: write a Hub folder, which any program opens; else those that are trained, by their own names.
+            engine: the engine that holds its weights.
+            is_whole: True: a Hub folder of all weights, which any program opens. False: the trained weights alone, by
+                the names of this model's parameters.
         """
         folder = self.path(rollback, version)
         on_rank_zero(lambda: folder.mkdir(parents=True, exist_ok=True))
         if is_whole:
             names = find_hub_names(engine.model)
-            export_model(
-                folder, engine.pieces(), lambda unfinished: model.config.save_pretrained(unfinished), names=names
-            )
+            export_model(folder, engine.pieces(), model.config.save_pretrained, names=names)
             return
         parameters = model.named_parameters(remove_duplicate=False)
         trained = {name for name, parameter in parameters if parameter.requires_grad}
@@ -75,11 +82,13 @@ class PolicyFiles:
 
     def remove_others(self, rollback: int, versions: Iterable[int]) -> None:
         """Remove all versions but these of a rollback. A `read` of another one fails."""
+        if not self.folder.is_dir():
+            return
         kept = {self.path(rollback, version) for version in versions}
-        for path in self.folder.iterdir() if self.folder.is_dir() else ():
+        for path in self.folder.iterdir():
             if path not in kept:
                 # Renamed first: a slow reader must not find a part of the files, and take them for all.
                 gone = path.with_suffix(_REMOVED)
-                with contextlib.suppress(OSError):
+                with contextlib.suppress(OSError):  # an earlier removal may have left this name
                     path.rename(gone)
                 shutil.rmtree(gone, ignore_errors=True)

@@ -29,14 +29,14 @@ class _Generator:
 
 
 class Processes:
-    """Processes that generate answers.
+    """Processes that generate answers; they begin at once.
 
     Args:
         count: number of generators.
         command: command of a generator; its number, its name for `connect`, and the id of this process follow.
         logs: folder for the output of the generators.
-        are_all: whether there are no others on other machines, which may go on without these.
-        without: override of a run that has none.
+        are_all: whether no generators of other machines may join, which would go on without these.
+        without: override with which a run has no generators, for the hint of an error.
     """
 
     def __init__(

@@ -30,7 +30,7 @@ _CONNECT_SECONDS = 20.0
 _MOST_NAMED = 5
 """Files that a refusal names."""
 _HINTS = {SECRET: f"the same {SECRET} in the environment of the run and here"}
-"""What helps one that is refused, by the key of the refusal."""
+"""What a refused generator may do, by the key of the refusal."""
 
 
 class RemoteGenerator:
@@ -38,11 +38,11 @@ class RemoteGenerator:
 
     Args:
         address: host and port at which the run lets generators in.
-        secret: that the run asks for; empty: none.
-        folder: for models of runs; other processes may use it, too.
-        scratch: folder of this process alone, on the same disk; for one version of the policy.
-        own: folder of the same model; its files are not fetched.
-        wait_seconds: for which a run is tried that does not answer.
+        secret: secret that the run asks for; "": none.
+        folder: folder for the models of runs; other processes may use it, too.
+        scratch: folder of this process alone, on the same disk, for one version of the policy.
+        own: folder of the same model on this machine, whose files are not fetched; None: there is none.
+        wait_seconds: seconds in which a run that does not answer is tried again.
         say: takes a line for people.
     """
 
@@ -65,8 +65,8 @@ class RemoteGenerator:
         """Serve until the training has ended.
 
         Raises:
-            PeerError: the run does not answer for so long.
-            ConfigError: it refuses this generator, or has another model.
+            PeerError: the run does not answer for `wait_seconds`.
+            ConfigError: the run refuses this generator, or has another model.
             ResourceError: the disk is too small, or fails.
         """
         try:
@@ -155,8 +155,8 @@ class FetchedPolicy:
     """Versions of the policy, each fetched whole before the model gets any of it.
 
     Args:
-        folder: for one version.
-        files: of the run.
+        folder: folder for one version at a time.
+        files: files of the run.
         say: takes a line for people.
     """
 

@@ -26,7 +26,7 @@ _UNFINISHED = "unfinished"
 
 
 class GoneError(FileNotFoundError):
-    """The run has these files no more."""
+    """The run does not have these files any more."""
 
 
 class RemoteFiles:
@@ -34,8 +34,8 @@ class RemoteFiles:
 
     Args:
         connect: connects to the gate as a reader of files; OSError: nobody answers.
-        start: of the run.
-        wait_seconds: for which a connection is tried anew.
+        start: name of the start of the run.
+        wait_seconds: seconds in which a connection is tried anew.
         scratch: folder of this process alone, on the disk of what is fetched.
     """
 
@@ -47,15 +47,22 @@ class RemoteFiles:
         """Bytes of chunks that have come."""
 
     def list(self, of: str, **more: int) -> Listing:
-        """List files of a kind; GoneError: there are none any more. Raises what `fetch` does."""
-        return read_listing(self._ask({"of": of, **more})[0].mapping("files"))
+        """List the files of a kind; `more`: for the policy, `rollback` and `version`. Raises what `fetch` does."""
+        answer, _ = self._ask({"of": of, **more})
+        return read_listing(answer.mapping("files"))
 
     def fetch(self, listing: Listing, folder: Path, of: str, **more: int) -> None:
-        """Bring all files of a listing into a folder, where some may be.
+        """Bring all files of a listing into a folder, where some of them may be.
+
+        Args:
+            listing: a listing from `list`.
+            folder: the folder; it need not be there yet.
+            of: kind of the files.
+            more: for the policy, `rollback` and `version`.
 
         Raises:
-            GoneError: they are there no more.
-            PeerError: the run does not answer for so long, or what comes is not what was listed.
+            GoneError: the run does not have them any more.
+            PeerError: the run does not answer for `wait_seconds`, or what comes is not what was listed.
             RefusedError: the run does not let this reader in, or cannot send them.
             ResourceError: the disk is too small, or fails.
         """
@@ -124,9 +131,9 @@ class RemoteFiles:
 
 @contextmanager
 def reporting_disk_errors(folder: Path) -> Iterator[None]:
-    """Make a ResourceError of an OSError of the block, which is one of this machine's disk.
+    """Raise a ResourceError in place of an OSError of the block, which must come from this machine's disk.
 
-    Connections inside of it raise other errors.
+    So connections in the block must raise other errors.
     """
     try:
         yield
@@ -138,17 +145,25 @@ def reporting_disk_errors(folder: Path) -> Iterator[None]:
 
 
 def use_own(own: Path, listing: Listing, folder: Path) -> list[str]:
-    """Link to files of the user's from an empty folder; give names of those that are no files of the run.
+    """Link from an empty folder to the user's own copies of the run's files.
 
-    If there are any, nothing is linked.
+    Args:
+        own: folder of the user.
+        listing: the run's files.
+        folder: the empty folder.
+
+    Returns:
+        Names of files that differ from the run's; if there are any, nothing is linked.
     """
     found = {name: list_file(own / name) for name in listing if (own / name).is_file()}
     others = [name for name, file in found.items() if file != listing[name]]
-    for name in found if not others else ():
+    if others:
+        return others
+    for name in found:
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.symlink_to((own / name).resolve())
-    return others
+    return []
 
 
 def _is_there(path: Path, file: ListedFile) -> bool:

@@ -13,12 +13,15 @@ from pathlib import Path
 
 _PREFIX = "hfdist-generate-"
 _NEW_SECONDS = 60.0
-"""A younger folder may not have its lock yet."""
+"""Age below which a folder is left alone: its process may not have locked it yet."""
 
 
 @contextmanager
 def scratch_folder(parent: Path) -> Iterator[Path]:
-    """Make a folder in another one, and remove it in the end, with those that killed processes have left there."""
+    """Make a folder in `parent` for the block, and remove it after the block.
+
+    Folders that killed processes have left in `parent` are removed first.
+    """
     for left in parent.glob(f"{_PREFIX}*"):
         # A folder of another user, or one in use.
         with suppress(OSError):

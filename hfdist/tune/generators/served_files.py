@@ -5,64 +5,92 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 from hfdist.messages.message import Message
 from hfdist.tune.generators.chunks import CHUNK_BYTES, Listing, list_file, write_listing
 from hfdist.tune.generators.policy_files import PolicyFiles
 
 MODEL, ADAPTER, TOKENIZER, POLICY = "model", "adapter", "tokenizer", "policy"
-"""What is asked for, by the key `of` of a question."""
+"""Kinds of files; a question names one by its key `of`."""
 _MOST_VERSIONS = 8
-"""Versions whose hashes are kept: more are never in use for long."""
+"""Versions of the policy whose hashes are kept: more are never in use for long."""
+
+
+class _Source(NamedTuple):
+    """A group of files that is listed at once."""
+
+    kind: str
+    """MODEL, ADAPTER, TOKENIZER or POLICY."""
+    rollback: int = 0
+    """How often the run had gone back; 0 but for POLICY."""
+    version: int = 0
+    """Version of the policy; 0 but for POLICY: other files have no versions."""
+
+    @classmethod
+    def of(cls, asked: Message) -> _Source:
+        """Read of a question what files it asks for. NotAMessageError: it does not say."""
+        kind = asked.text("of")
+        if kind != POLICY:
+            return cls(kind)
+        return cls(kind, asked.integer("rollback"), asked.integer("version"))
+
+
+class Chunk(NamedTuple):
+    """A part of a file."""
+
+    path: Path
+    first: int
+    """Number of its first byte in the file."""
+    num_bytes: int
 
 
 class ServedFiles:
     """Lists files with their hashes, each once, and finds the chunks that are asked for.
 
     Args:
-        own: files by name, by what they are of; all of them stay as they are.
-        policy: versions, which come and go.
+        fixed: files by their names, for each kind but POLICY; they stay as they are.
+        policy: versions of the policy, which come and go.
     """
 
-    def __init__(self, own: Mapping[str, Mapping[str, Path]], policy: PolicyFiles) -> None:
-        self._own, self._policy = own, policy
+    def __init__(self, fixed: Mapping[str, Mapping[str, Path]], policy: PolicyFiles) -> None:
+        self._fixed, self._policy = fixed, policy
         self._lock = threading.Lock()
-        self._listed: dict[tuple[str, int, int], Listing] = {}
+        self._listed: dict[_Source, Listing] = {}
 
     def list(self, asked: Message) -> dict[str, object]:
-        """List the files of a question, as JSON; FileNotFoundError: there are none any more, or never were.
+        """List the files that a question asks for, as JSON; the first call for a source reads all its files.
 
-        The first call reads all of them.
+        Raises:
+            FileNotFoundError: there are none any more, or never were.
+            NotAMessageError: it is no question for files.
         """
-        key = _key(asked)
+        source = _Source.of(asked)
         # Several that ask at once wait for one reading.
         with self._lock:
-            if key not in self._listed:
-                paths = self._paths(key)
-                self._listed[key] = {name: list_file(path) for name, path in paths.items()}
-                versions = [one for one in self._listed if one[0] == POLICY]
+            if source not in self._listed:
+                self._listed[source] = {name: list_file(path) for name, path in self._paths(source).items()}
+                versions = [listed for listed in self._listed if listed.kind == POLICY]
                 for old in versions[:-_MOST_VERSIONS]:
                     del self._listed[old]
-            return write_listing(self._listed[key])
+            return write_listing(self._listed[source])
 
-    def find(self, asked: Message) -> tuple[Path, int, int]:
-        """Give the file of a question, the chunk's first byte and its size; FileNotFoundError: there is none."""
-        key, name, chunk = _key(asked), asked.text("file"), asked.integer("chunk")
-        file = self._listed.get(key, {}).get(name)
-        if file is None or chunk >= len(file.hashes):
+    def find(self, asked: Message) -> Chunk:
+        """Find the chunk of a listed file that a question asks for.
+
+        Raises:
+            FileNotFoundError: there is none, or not any more.
+            NotAMessageError: it is no question for a chunk.
+        """
+        source, name, number = _Source.of(asked), asked.text("file"), asked.integer("chunk")
+        file = self._listed.get(source, {}).get(name)
+        if file is None or number >= len(file.hashes):
             raise FileNotFoundError(name)
-        return self._paths(key)[name], chunk * CHUNK_BYTES, file.size_of(chunk)
+        return Chunk(self._paths(source)[name], number * CHUNK_BYTES, file.size_of(number))
 
-    def _paths(self, key: tuple[str, int, int]) -> Mapping[str, Path]:
-        of, rollback, version = key
-        if of == POLICY:
-            return {path.name: path for path in self._policy.files(rollback, version)}
-        if of not in self._own:
-            raise FileNotFoundError(of)
-        return self._own[of]
-
-
-def _key(asked: Message) -> tuple[str, int, int]:
-    of = asked.text("of")
-    # Other files have no versions: they are listed once, whatever is asked.
-    return (of, asked.integer("rollback"), asked.integer("version")) if of == POLICY else (of, 0, 0)
+    def _paths(self, source: _Source) -> Mapping[str, Path]:
+        if source.kind == POLICY:
+            return {path.name: path for path in self._policy.files(source.rollback, source.version)}
+        if source.kind not in self._fixed:
+            raise FileNotFoundError(source.kind)
+        return self._fixed[source.kind]

@@ -1,4 +1,8 @@
-"""What a generator says to the broker, and hears of it, until its run ends. No torch."""
+"""The conversation of a generator with the broker, until the training ends. No torch.
+
+generator   ready ->             answers ->             ready ->   (the version was removed meanwhile)
+broker                prompts ->            prompts ->                         prompts -> ...    ended
+"""
 
 from __future__ import annotations
 
@@ -12,11 +16,15 @@ class Answering(Protocol):
     """Answers prompts by versions of the policy: a model of this process, or a server."""
 
     def answer(self, rollback: int, version: int, prompts: Sequence[dict[str, Any]]) -> list[dict[str, object]]:
-        """See `Generator.answer`."""
+        """Answer prompts by a version of the policy; FileNotFoundError: the version has been removed."""
 
 
 def serve(generator: Answering, broker: Link) -> None:
-    """Answer what the broker sends, until it says that the training has ended; OSError: the connection has ended."""
+    """Answer the prompts that the broker sends, until it says that the training has ended.
+
+    Raises:
+        OSError: the connection has ended.
+    """
     broker.send(pack({"kind": "ready"}))
     while True:
         asked = unpack(broker.recv())

@@ -1,4 +1,4 @@
-"""What a generator must know of its run: JSON, through a file on the same machine and through a message elsewhere."""
+"""The settings that a generator gets from its run, as JSON: in a file on the same machine, else in a message."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _KEYS_READ = {
     "train": ("seed", "precision", "freeze", "train_only"),
     "data": ("sequence_length", "cache_dir", "chat", "images"),
 }
-"""What a generator reads of these groups of the config."""
+"""Keys that a generator gets, for groups of the config that it does not get whole."""
 _GROUPS_READ = ("model", "adapter", "task")
-"""Groups of the config that it gets whole. What else a run has, paths most of all, means nothing elsewhere."""
+"""Groups of the config that a generator gets whole. Other keys, paths most of all, mean nothing on another machine."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -33,10 +33,11 @@ class Settings:
     vocabulary: int
     """Number of tokens that the model has."""
     limits: GenerationLimits
+    """Limits of answers."""
     are_chats: bool = False
-    """With an environment: whether the data hold conversations."""
+    """Whether the data hold conversations; False in a run without an environment, which does not ask."""
     tools: list[Schema] = field(default_factory=list)
-    """With an environment: JSON schemas of its tools."""
+    """JSON schemas of the environment's tools; []: the run has no environment, or it has no tools."""
 
     def to_message(self) -> dict[str, object]:
         """Give the settings as JSON, with the part of the config that generators read."""
@@ -51,20 +52,19 @@ class Settings:
 
     @classmethod
     def from_message(cls, message: Message) -> Settings:
-        """Read them, perhaps from another machine.
+        """Read settings from a message, perhaps of another machine.
 
         Raises:
-            NotAMessageError: they are no settings.
-            ConfigError: a key that no config has, or a value that it does not take.
+            NotAMessageError: the message holds no settings.
+            ConfigError: no config has a key of them, or the key does not take its value.
         """
         config: RunConfig = from_plain(RunConfig, message.mapping("config"))
         # Whatever a message says: code runs by a command line of this machine alone.
         config.model.trust_remote_code = False
         given = message.mapping("limits")
-        ends = {f"{place}": token for place, token in enumerate(given.list("end_ids"))}
         limits = GenerationLimits(
             max_new_tokens=given.integer("max_new_tokens"),
-            end_ids=frozenset(Message(ends).integer(place) for place in ends),
+            end_ids=frozenset(Message(end_id=one).integer("end_id") for one in given.list("end_ids")),
             most_tokens=None if given.get("most_tokens") is None else given.integer("most_tokens"),
             where=given.text("where"),
         )
@@ -77,13 +77,13 @@ class Settings:
         )
 
     def write(self, path: Path) -> None:
-        """Write the file."""
+        """Write the settings into a file of this machine."""
         content = self.to_message() | {"trust_remote_code": self.config.model.trust_remote_code}
         path.write_text(json.dumps(content), encoding="utf-8")
 
     @classmethod
     def read(cls, path: Path) -> Settings:
-        """Read the file."""
+        """Read the settings from a file of `write`."""
         content = path.read_bytes()
         message = read_message(content, len(content))
         made = cls.from_message(message)
@@ -92,15 +92,29 @@ class Settings:
         return made
 
     def at(self, folder: Path, *, model: Path | None, adapter: Path | None, tokenizer: Path | None) -> Settings:
-        """Give those of another machine: its own folder for caches, and of model, adapter and tokenizer, if any.
+        """Give the settings for another machine, with its folders in place of the run's.
 
-        Without an environment, a generator reads and writes tokens.
+        Args:
+            folder: folder of that machine for caches.
+            model: folder of the fetched model; None: the run has no saved one.
+            adapter: folder of the fetched adapter; None: the run has no saved one.
+            tokenizer: folder of the fetched tokenizer; None: the generator needs none, as it reads and writes tokens.
         """
         config = self.config
-        name = None if model is None else str(model)
-        words = TokenizerConfig(name=None if tokenizer is None else str(tokenizer))
-        own = replace(config.model, name=name, revision=None, gguf_file=None, tokenizer=words)
-        path = None if adapter is None else str(adapter)
-        data = replace(config.data, cache_dir=str(folder / "cache"))
-        moved = replace(config, model=own, adapter=replace(config.adapter, path=path), data=data)
+        moved = replace(
+            config,
+            model=replace(
+                config.model,
+                name=_text(model),
+                revision=None,
+                gguf_file=None,
+                tokenizer=TokenizerConfig(name=_text(tokenizer)),
+            ),
+            adapter=replace(config.adapter, path=_text(adapter)),
+            data=replace(config.data, cache_dir=str(folder / "cache")),
+        )
         return replace(self, config=moved)
+
+
+def _text(path: Path | None) -> str | None:
+    return None if path is None else str(path)

@@ -350,10 +350,10 @@ def test_a_changed_byte_is_noticed(run, tmp_path, monkeypatch):
     sent = run.served.find
 
     def find(asked):
-        path, begin, count = sent(asked)
+        chunk = sent(asked)
         wrong = tmp_path / "wrong"
-        wrong.write_bytes(bytes(byte ^ 1 for byte in path.read_bytes()))
-        return wrong, begin, count
+        wrong.write_bytes(bytes(byte ^ 1 for byte in chunk.path.read_bytes()))
+        return chunk._replace(path=wrong)
 
     model, files = model_of(), run.files()
     with monkeypatch.context() as patch:

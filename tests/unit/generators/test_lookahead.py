@@ -6,7 +6,7 @@ from types import SimpleNamespace
 from hfdist.config.data import Packing
 from hfdist.data import TokenStream
 from hfdist.tune.generators.generators import Generators
-from hfdist.tune.generators.host import Host
+from hfdist.tune.generators.host import Host, _Totals
 from hfdist.tune.generators.lookahead import Lookahead
 from hfdist.tune.generators.sockets import connect
 from tests.unit.data.corpora import tokenizer
@@ -72,7 +72,7 @@ def test_it_ends_where_the_data_end(tmp_path):
 
 def test_figures_are_of_the_time_since_the_last_ones():
     host = Host.__new__(Host)
-    host._read = 0.0, 0, 0
+    host._read = _Totals(0.0, 0, 0)
     for num_tokens, thrown_away, more in ((90, 2, 2), (100, 5, 3)):
         host._broker = SimpleNamespace(num_tokens=num_tokens, num_thrown_away=thrown_away)
         figures = host.figures()

@@ -28,7 +28,7 @@ def open_server(config: RunConfig, address: str, limits: GenerationLimits | None
     Args:
         config: config of the run.
         address: one of `task.server_addresses`.
-        limits: of answers; None: the model is not known yet, and the server is not asked for answers.
+        limits: limits of answers; None: the model is not known yet, and the server is not asked for answers.
     """
     task, data = config.task, config.data
     if limits is None:

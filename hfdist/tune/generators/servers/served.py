@@ -39,10 +39,10 @@ class ServedGenerator:
     """Answers as `Generator` does.
 
     Args:
-        settings: of the run.
+        settings: settings of the run's generators.
         policy: folder of all versions, which the server sees under the same path.
-        server: who answers.
-        start: name of this start of the run; no other one has it.
+        server: server that answers.
+        start: name of this start of the run; no other start has it.
     """
 
     def __init__(self, settings: Settings, policy: Path, server: Server, start: str) -> None:
@@ -55,7 +55,12 @@ class ServedGenerator:
         )
 
     def answer(self, rollback: int, version: int, prompts: Sequence[dict[str, Any]]) -> list[dict[str, object]]:
-        """See `Generator.answer`; the calls of `Server` say what else is raised."""
+        """Answer prompts by a version of the policy, as `Generator.answer` does.
+
+        Raises:
+            FileNotFoundError: the version has been removed.
+            NoAnswerError, StatusError, NotAMessageError: the server has failed, or has other weights.
+        """
         name = f"{self._start}-{rollback}-{version}"
         if self._server.version() != name:
             folder = version_files(self._policy, rollback, version)[0].parent

@@ -25,7 +25,7 @@ class Completion(NamedTuple):
     """One answer to a prompt."""
 
     tokens: list[int]
-    """The one that ended it included."""
+    """All tokens, the one that ended the answer included."""
     log_probabilities: list[float]
     """Log-probability of each token when it was drawn, at `task.temperature` over all tokens."""
 
@@ -42,9 +42,9 @@ class Request:
     """Tokens of the longest prompt with its answer."""
 
     def sampling(self) -> dict[str, object]:
-        """Give what all servers call alike.
+        """Give the settings of sampling that all servers call alike.
 
-        All is said: what is left out would be taken from the generation config of the model.
+        All of them are given: a server would take others from the generation config of the model.
         """
         return {
             "temperature": self.task.temperature,
@@ -62,15 +62,15 @@ class Request:
 
 
 class Server(ABC):
-    """A server of one address. Each call raises what `JsonClient.post` does.
+    """An inference server. Each call raises what `JsonClient.post` does.
 
     Args:
-        client: of its address.
-        request: what the run asks for.
+        client: client of the server's address.
+        request: what the run asks for with each prompt.
     """
 
     _version_path: ClassVar[str]
-    """Where the server names its weights."""
+    """Path of the endpoint that names the server's weights."""
 
     def __init__(self, client: JsonClient, request: Request) -> None:
         self._client, self._request = client, request
@@ -79,7 +79,7 @@ class Server(ABC):
         """The name under which the server has its model."""
 
     def check(self) -> None:
-        """Learn the name of its model, before `complete`. ConfigError: the server cannot serve this run."""
+        """Learn the name of the server's model, before `complete`. ConfigError: the server cannot serve this run."""
         models = self._client.get("/v1/models", seconds=CHECK_SECONDS).list("data")
         if not models:
             raise NotAMessageError("the server has no model")

@@ -16,19 +16,19 @@ from hfdist.tune.generators.servers.server import SEEDS, Completion, Server
 
 
 class SGLang(Server):
-    """Asks the server."""
+    """Asks a server of SGLang."""
 
     _version_path = "/model_info"
 
     def load(self, folder: Path, name: str) -> None:
-        """See `Server`. If the server cannot read them, it keeps the weights before, and their name."""
+        """Let the server read its weights from a Hub folder, and name them; if it fails, it keeps the old ones."""
         asked = {"model_path": str(folder), "weight_version": name, "abort_all_requests": True, "flush_cache": True}
         said = as_message(self._client.post("/update_weights_from_disk", asked, seconds=self._seconds))
         if not said.flag("success"):
             raise NotAMessageError("the server has not read the weights")
 
     def complete(self, prompt: Sequence[int], seeds: Sequence[int]) -> list[Completion]:
-        """See `Server`. Seeds count where the server has `--enable-deterministic-inference`."""
+        """Give an answer for each seed; seeds count where the server has `--enable-deterministic-inference`."""
         sampling = self._request.sampling() | {
             "max_new_tokens": self._request.max_new_tokens,
             "top_k": self._request.task.top_k or -1,

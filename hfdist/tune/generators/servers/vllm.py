@@ -21,7 +21,7 @@ _LOADING = "hfdist-loading"
 
 
 class Vllm(Server):
-    """Asks the server."""
+    """Asks a server of vLLM."""
 
     _version_path = "/weight_info"
 
@@ -52,7 +52,7 @@ class Vllm(Server):
             )
 
     def load(self, folder: Path, name: str) -> None:
-        """See `Server`."""
+        """Let the server read its weights from a Hub folder, and name them, while it answers nothing."""
         self._post("/pause?mode=abort", {})
         # If the server fails from here on, it stays paused, and its weights have no version's name.
         self._post("/update_weight_version", {"new_version": _LOADING})
@@ -64,7 +64,7 @@ class Vllm(Server):
         self._post("/resume", {})
 
     def complete(self, prompt: Sequence[int], seeds: Sequence[int]) -> list[Completion]:
-        """See `Server`. The server adds the number of the answer to the seed."""
+        """Give an answer for each seed, from one request: to the first seed the server adds the answer's number."""
         asked = self._request.sampling() | {
             "model": self._model,
             "prompt": list(prompt),
