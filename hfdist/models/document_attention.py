@@ -35,8 +35,8 @@ except ImportError:  # a torch without it
 logger = logging.getLogger(__name__)
 
 BY_DOCUMENTS = {"sdpa": "varlen", "eager": "varlen_eager"}
-"""By the implementation beneath: the name here, in the registries. Models without sdpa have eager attention, which may
-have soft caps or sinks."""
+"""Names in the registries of the two attentions of this file, by the implementation beneath. Models without sdpa have
+eager attention, which may have soft caps or sinks."""
 _BENEATH = {name: beneath for beneath, name in BY_DOCUMENTS.items()}
 """The implementation beneath, by name in the registries."""
 

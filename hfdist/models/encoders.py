@@ -27,7 +27,7 @@ _LENGTHS = (11, 23, 4, 17)
 _FIRST_ID = 5
 """Lowest token id of the texts that are tried: those below it may be special tokens."""
 _READ_AHEAD: WeakKeyDictionary[PreTrainedModel, bool] = WeakKeyDictionary()
-"""By model without a head: whether it reads ahead. A start asks more than once, and each trial makes a small model."""
+"""Whether models without a head read ahead. A start asks more than once, and each trial makes a small model."""
 
 
 @torch.no_grad()
@@ -217,6 +217,6 @@ def _text_ids(model: PreTrainedModel, length: int) -> torch.Tensor:
     # Configs of some types have no such field.
     end = getattr(text_config, "eos_token_id", None)
     if isinstance(end, int) and end != text_config.pad_token_id:
-        # Some classes take the state of the end token as the state of the whole text.
+        # A class may take the state of the end token as that of the whole text.
         ids[-1] = end
     return ids

@@ -43,9 +43,9 @@ class HeadClass(NamedTuple):
     auto: Any
     """The Auto class that makes and opens such models."""
     by_config: Any
-    """By the class of a config: the class of the model, or several classes."""
+    """The class of a model, or several classes, by the class of its config."""
     by_type: Mapping[str, Any]
-    """By the name of a model type: the name of the model's class, or several names."""
+    """The name of a model's class, or several names, by the model's type."""
     kind: str
     """What such a model is called in messages."""
     examples: str = "llama, gpt2, qwen3"

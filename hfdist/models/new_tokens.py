@@ -50,13 +50,13 @@ class PromptRows:
     fill_id: int = 0
     """Token id of padding, one that stands for no feature of an image."""
     images: Sequence[Mapping[str, torch.Tensor]] = ()
-    """For each row: the forward's inputs for its images, by name; empty: no row has images."""
+    """The forward's inputs for the images of each row, by name; empty: no row has images."""
     stack: Callable[[Sequence[Mapping[str, torch.Tensor]]], Mapping[str, torch.Tensor]] | None = None
     """Makes one set of inputs from the images of several rows; None: no row has images."""
     kinds: Mapping[str, Sequence[torch.Tensor]] = field(default_factory=dict)
-    """By the name of a forward's input: for each row, which of its tokens stand for images; shape [tokens]."""
+    """Marks of the tokens that stand for images, of shape [tokens] for each row, by the name of the forward's input."""
     positions: Sequence[torch.Tensor] | None = None
-    """For each row: positions of time, height and width, shape [3, tokens]; None: the model has only those of text."""
+    """Positions of time, height and width, of shape [3, tokens] for each row; None: the model has none but of text."""
 
     def read(self, rows: Sequence[int]) -> NewTokens:
         """Give the whole prompts of these rows."""
@@ -99,7 +99,7 @@ class PromptRows:
         """
         shifts = None
         if self.positions is not None:
-            # As the types of models count on: after the largest of the three positions.
+            # Models count on from the largest of the three positions.
             ends = [int(self.positions[row].max()) + 1 - len(self.ids[row]) for row in rows]
             shifts = torch.tensor(ends)[:, None].repeat(3, 1, 1)
         return NewTokens(torch.tensor(tokens)[:, None], torch.tensor(lengths), {}, shifts)

@@ -60,7 +60,7 @@ _FIELDS = {
     "dora": ("use_dora",),
     "modules_to_save": ("modules_to_save",),
 }
-"""By the key of `adapter`: names that its field has in PEFT's classes; `{type}` stands for the type of adapter."""
+"""Names of the fields of PEFT's classes that a key of `adapter` may set; `{type}` stands for the type of adapter."""
 
 PLAIN_LORA = "peft.LoraConfig(target_modules='all-linear')"
 """A config that can be trained in each layout, for hints."""

@@ -256,7 +256,7 @@ def next_logits(model: Any, cache: SlotCache, new: NewTokens) -> torch.Tensor:
         inputs["position_ids"] = in_text if new.shifts is None else torch.cat([in_text[None], in_text + new.shifts])
     if "logits_to_keep" in takes:
         inputs["logits_to_keep"] = 1
-    # Some classes add inputs of their own here.
+    # A class may add inputs of its own here.
     prepared = model.prepare_inputs_for_generation(new.ids, is_first_iteration=cache.num_columns == 0, **inputs)
     if "position_ids" in inputs and prepared.get("position_ids") is None:
         # A class that takes the positions away would count the padding of a row, too.

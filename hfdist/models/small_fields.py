@@ -73,7 +73,7 @@ class FieldRules:
     depth: int
     """Number of blocks of the full model."""
     kept_blocks: list[int]
-    """For each block of the small model: the number of the block of the full model that it is like."""
+    """Numbers of the blocks of the full model, one for each block of the small model, which is of the same kind."""
     vocab_size: int
     """The most tokens that the small model knows."""
 

@@ -17,14 +17,14 @@ import torch
 
 @dataclass(frozen=True)
 class TextsApart:
-    """Where the tokens of texts stand: among all tokens of a packed batch, and in a row for each text."""
+    """The places of the tokens of texts, both in a packed batch and in rows of one text each."""
 
     tokens: torch.Tensor
     """Places of the texts' tokens among all tokens of the batch, in order; shape [tokens of texts]."""
     texts: torch.Tensor
-    """For each of these tokens: the number of its text; shape [tokens of texts]."""
+    """Numbers of the texts to which these tokens belong; shape [tokens of texts]."""
     places: torch.Tensor
-    """For each of these tokens: its place in its text; shape [tokens of texts]."""
+    """Places of these tokens in their texts; shape [tokens of texts]."""
     mask: torch.Tensor
     """1 at tokens, 0 at padding; shape [texts, longest]."""
 

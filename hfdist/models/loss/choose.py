@@ -129,10 +129,10 @@ def choose_loss(
     asked = config.model.loss
     if asked is Loss.full:
         return None
-    prefers_whole = asked is Loss.auto and by_size and _has_few_logits(config, model, layout)
+    looks_at_size = asked is Loss.auto and by_size
     try:
         reason = _why_run_needs_logits(config, model, layout)
-        if reason is None and prefers_whole:
+        if reason is None and looks_at_size and _has_few_logits(config, model, layout):
             reason = "a micro batch has few"
         if reason is None:
             reason = why_model_needs_logits(model)

@@ -39,7 +39,7 @@ class HubNames:
     shapes: Mapping[str, tuple[int, ...]]
     """Shape of each tensor by its name, in the order in which transformers writes them."""
     blocks: Mapping[str, Sequence[tuple[str, Block]]]
-    """By the name of a tensor in the model: names of tensors in the files, each with the block of it that they hold."""
+    """Tensors in the files that hold a tensor of the model, by its name: their names, and the block that each holds."""
     num_parameters: int
     """Number of elements in all parameters of the model."""
     others: tuple[HubNames, ...] = field(default=(), repr=False)
@@ -51,7 +51,7 @@ class HubNames:
 
 
 _known: WeakKeyDictionary[nn.Module, HubNames] = WeakKeyDictionary()
-"""By model: the tensors of its files, as they were found while it was whole."""
+"""The tensors of each model's files, as they were found while the model was whole."""
 
 
 def find_hub_names(model: nn.Module) -> HubNames:
@@ -105,7 +105,7 @@ def _saved_once(model: nn.Module, in_state: Mapping[str, str], shapes: Mapping[s
 
     Args:
         model: the whole model.
-        in_state: by each name in the model's state: the name of the same tensor among parameters and buffers.
+        in_state: names of parameters and buffers, by the name of the same tensor in the model's state.
         shapes: whole shapes of parameters and buffers, by name.
 
     Returns:
