@@ -1,7 +1,10 @@
-"""Adapters of PEFT, put into a whole model and checked there.
+"""Adapters of PEFT, put into a model and checked there.
 
-The model keeps its class; `wrap_model` gives PEFT's wrapper besides. In every layout, the model is whole when the
-adapter's weights are drawn, layer by layer from one seed. So the weights are the same in every layout.
+    add_adapter     for hfdist's own runs: the model keeps its class, and gets layers of PEFT inside
+    wrap_model      for trainers like those of TRL: PEFT's wrapper around the model
+
+In every layout, the model is whole when the adapter's weights are drawn, layer by layer from one seed. So the weights
+are the same in every layout.
 """
 
 from __future__ import annotations
@@ -42,12 +45,12 @@ def check_adapted(model: Any, layout: Partitioning, *, where: str) -> None:
     """Check the adapters of a model that is still whole, however they came into it.
 
     Args:
-        model: a `peft.PeftModel`, or a model with adapters in it; its `peft_config` has a config for each.
+        model: a `peft.PeftModel`, or a model with adapters in it; its `peft_config` has a config for each adapter.
         layout: the layout in which the model will be trained.
-        where: what gave the adapter, for messages.
+        where: the key or argument that gave the adapter, for messages.
 
     Raises:
-        ConfigError: what cannot be trained here or in this layout, or would be saved as something else.
+        ConfigError: an adapter that cannot be trained here or in this layout, or would be saved as something else.
     """
     from peft.tuners.tuners_utils import BaseTunerLayer
 
@@ -71,9 +74,9 @@ def add_adapter(
     """Put the adapter into a model that has all its blocks, in place, and freeze the model's own weights.
 
     Args:
-        model: as its constructor left it.
+        model: the model as its constructor left it.
         config: the keys of the adapter, which must ask for one.
-        base: names the model whose weights these are, for the adapter's own files.
+        base: the config that names the model; the adapter's own files say which model they belong to.
         seed: seeds the adapter's first weights.
         layout: how the model is partitioned.
 
@@ -125,12 +128,11 @@ def _train_new_head(model: PreTrainedModel, peft_config: PeftConfig) -> None:
     if not (scores_sequences(model) or classifies_tokens(model)):
         return
     base: nn.Module = model.base_model
-    heads = [
-        name for name, child in model.named_children() if child is not base and any(True for _ in child.parameters())
-    ]
-    # Some kinds of adapters do not declare the field.
-    own = getattr(peft_config, "modules_to_save", None) or ()
-    setattr(peft_config, "modules_to_save", list(dict.fromkeys([*own, *heads])))  # noqa: B010
+    beside_base = {name: child for name, child in model.named_children() if child is not base}
+    heads = [name for name, child in beside_base.items() if list(child.parameters())]
+    # The config's class has this field only for some types of adapters.
+    asked = getattr(peft_config, "modules_to_save", None) or ()
+    setattr(peft_config, "modules_to_save", list(dict.fromkeys([*asked, *heads])))  # noqa: B010
 
 
 def inject_adapter(model: PreTrainedModel, peft_config: PeftConfig, name: str) -> None:
@@ -149,8 +151,8 @@ def wrap_model(model: PreTrainedModel, peft_config: PeftConfig, *, seed: int, la
     """Put the adapter of a `peft.PeftConfig` into a model that has all its blocks, as TRL's trainers do.
 
     Args:
-        model: changed in place; its own weights are frozen.
-        peft_config: stays as it is.
+        model: the model, which is changed in place; its own weights are frozen.
+        peft_config: the adapter's config, which is not changed.
         seed: seeds all random numbers from now on, and so the adapter's first weights.
         layout: how the model is partitioned.
 
@@ -158,7 +160,7 @@ def wrap_model(model: PreTrainedModel, peft_config: PeftConfig, *, seed: int, la
         A `peft.PeftModel`, whose `get_base_model()` is `model`.
 
     Raises:
-        ConfigError: no PEFT config, a type or first weights that cannot be trained here, or what PEFT refuses.
+        ConfigError: `peft_config` is no config of PEFT, or asks for what cannot be trained here or PEFT refuses.
     """
     from peft import get_peft_model
 
@@ -180,23 +182,26 @@ def wrap_model(model: PreTrainedModel, peft_config: PeftConfig, *, seed: int, la
 
 
 def _check_given(model: PreTrainedModel, peft_config: object, layout: Partitioning) -> None:
+    """Refuse a config that is none of PEFT's or cannot be trained, and a model that has an adapter already."""
     from peft import PeftConfig
 
-    is_config, found = isinstance(peft_config, PeftConfig), type(peft_config).__name__
-    if not is_config:
-        raise ConfigError("this is no config of an adapter", where="peft_config", found=found, hint=PLAIN_LORA)
+    if not isinstance(peft_config, PeftConfig):
+        what, found = "this is no config of an adapter", type(peft_config).__name__
+        raise ConfigError(what, where="peft_config", found=found, hint=PLAIN_LORA)
     if getattr(model, "peft_config", None):
         what, hint = "the model has an adapter already", "the model with its adapter, and no peft_config"
         raise ConfigError(what, where="peft_config", found=", ".join(model.peft_config), hint=hint)
     check_peft_config(peft_config, layout, where="peft_config", field="peft_config", hint=PLAIN_LORA)
 
 
-def _needed_weights(model: PreTrainedModel, peft_config: Any) -> list[nn.Parameter]:
+def _needed_weights(model: PreTrainedModel, peft_config: PeftConfig) -> list[nn.Parameter]:
     """List the weights that must be whole while the adapter is made."""
-    return [] if peft_config.peft_type.value in _GATHERING else list(model.parameters())
+    kind = str(getattr(peft_config.peft_type, "value", ""))
+    return [] if kind in _GATHERING else list(model.parameters())
 
 
 def _load(model: PreTrainedModel, path: str) -> None:
+    """Read the weights of the adapter saved at `path`, a folder or Hub id, into a model with an adapter like it."""
     from peft import set_peft_model_state_dict
 
     with reading_from_hub("adapter.path", path):
@@ -210,18 +215,21 @@ def _load(model: PreTrainedModel, path: str) -> None:
     trained = {name for name, p in model.named_parameters(remove_duplicate=False) if p.requires_grad}
     missing = [name for name in found.missing_keys if name in trained]
     if missing or found.unexpected_keys:
-        several = (list_first(names, 3) or "nothing" for names in (missing, found.unexpected_keys))
-        words = "{}: {} missing, {} unknown".format(path, *several)
-        raise ConfigError("the saved adapter is not of this model", where="adapter.path", found=words)
+        named_missing = list_first(missing, 3) or "nothing"
+        named_unknown = list_first(found.unexpected_keys, 3) or "nothing"
+        differences = f"{path}: {named_missing} missing, {named_unknown} unknown"
+        raise ConfigError("the saved adapter is not of this model", where="adapter.path", found=differences)
 
 
 def _check_targets(model: PreTrainedModel, config: AdapterConfig) -> None:
-    """Refuse a name that matches nothing: PEFT ignores it if another name matches."""
+    """Refuse a name or pattern that matches no module: PEFT ignores such a name if another one matches."""
     names = [name for name, _ in model.named_modules() if name]
-    wanted = [] if config.target_pattern or config.targets == [ALL_LINEAR] else config.targets
-    for key, name in [*(("targets", n) for n in wanted), *(("modules_to_save", n) for n in config.modules_to_save)]:
-        if not any(module == name or module.endswith(f".{name}") for module in names):
-            raise _no_target(model, f"adapter.{key}", name)
+    has_names = config.target_pattern is None and config.targets != [ALL_LINEAR]
+    wanted = {"targets": config.targets if has_names else [], "modules_to_save": config.modules_to_save}
+    for key, wanted_names in wanted.items():
+        for wanted_name in wanted_names:
+            if not any(name == wanted_name or name.endswith(f".{wanted_name}") for name in names):
+                raise _no_target(model, f"adapter.{key}", wanted_name)
     pattern = config.target_pattern
     if pattern is None:
         return
@@ -234,10 +242,11 @@ def _check_targets(model: PreTrainedModel, config: AdapterConfig) -> None:
 
 
 def _no_target(model: PreTrainedModel, key: str, name: str) -> ConfigError:
+    """Make the error about a name or pattern that matches no module, with the nearest name of a linear layer."""
     linear = [n.rpartition(".")[2] for n, m in model.named_modules() if isinstance(m, (nn.Linear, Conv1D))]
     layers = list(dict.fromkeys(linear))
     allowed = f"{', '.join(layers)} (its linear layers), {ALL_LINEAR}, or another module's name"
-    # A pattern is of whole names.
+    # A pattern must match the whole name of a module, with its path; a name in a list needs only the end.
     form = f"'{key}=\".*{{}}\"'" if key == "adapter.target_pattern" else f"{key}=[{{}}]"
     hint = nearest(name, layers, form)
     return ConfigError("the model has no layer of this name", where=key, found=name, allowed=allowed, hint=hint)
@@ -259,6 +268,7 @@ def _check_tied(model: PreTrainedModel, where: str) -> None:
 
 
 def _check_not_shared(model: PreTrainedModel, where: str) -> None:
+    """Refuse an adapter of which several layers have one weight: they may be on different ranks."""
     owners: dict[int, str] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         block = name.rpartition(f".{NAME}")[0].rpartition(".")[0]

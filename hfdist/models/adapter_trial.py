@@ -1,4 +1,4 @@
-"""An adapter tried on a model without values, before weights are read."""
+"""Tries an adapter on a model whose weights have no values, so that a mistake is told before weights are read."""
 
 from __future__ import annotations
 
@@ -21,12 +21,19 @@ from hfdist.models.peft_config import make_peft_config
 def try_adapter(
     config: ModelConfig, architecture: PreTrainedConfig, adapter: AdapterConfig, *, head: Head = Head.tokens
 ) -> None:
-    """Put an adapter into the model without values, where parts, a pattern or a file choose its layers.
+    """Put an adapter into the model without values, if parts, a pattern or a saved adapter choose its layers.
 
-    What else is wrong with it is told when it is put into the model.
+    Other mistakes of an adapter are told when it is put into the model with weights.
+
+    Args:
+        config: the run's config of the model.
+        architecture: the model's config, as `find_architecture` gives it.
+        adapter: the keys of the adapter.
+        head: what the model gives at its end.
 
     Raises:
-        ConfigError: the model has nothing of a part, or the adapter takes more than any adapter needs.
+        ConfigError: the model has no matrices of a part, or the adapter takes more time or memory than any adapter
+            needs.
     """
     if adapter.target_parts is not None:
         _try_parts(config, copy.deepcopy(architecture), adapter, adapter.target_parts, head=head)
@@ -44,7 +51,7 @@ def try_adapter(
                 add_adapter(model, adapter, config, seed=0, layout=WHOLE)
             except MemoryError:
                 raise
-            except Exception:  # told later
+            except Exception:  # told when the adapter is put into the model with weights
                 return
 
     # It has a process of its own: a pattern may take time without end, and sizes in a file may take memory.
@@ -59,9 +66,12 @@ def _try_parts(
     *,
     head: Head,
 ) -> None:
+    """Check that the model has matrices of these parts, and that PEFT can adapt them."""
     with torch.device("meta"):
         model = make_without_values(config, architecture, head=head)
-        aim_at_parts(model, peft_config := make_peft_config(adapter), parts)
+        peft_config = make_peft_config(adapter)
+        aim_at_parts(model, peft_config, parts)
         if getattr(peft_config, "target_parameters", None):
-            # PEFT puts less beside single parameters; some first weights are not made without values.
+            # PEFT refuses more beside single parameters, so it is asked. Beside layers it is not: some first weights
+            # cannot be made without values.
             add_adapter(model, adapter, config, seed=0, layout=WHOLE)

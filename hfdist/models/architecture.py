@@ -30,7 +30,7 @@ from hfdist.models.hub_client import reading_from_hub
 from hfdist.models.position_limit import most_positions
 
 _LARGE_CONFIG = 1 << 20
-"""Bytes; those of models have some thousands."""
+"""Bytes of a config.json that is no longer read in this process: usual ones have some thousands."""
 _MOST_HEADS = 256
 """The most attention heads that a hint proposes; each number is tried."""
 
@@ -38,22 +38,25 @@ _MOST_HEADS = 256
 def find_architecture(config: ModelConfig, *, sequence_length: int, head: Head = Head.tokens) -> PreTrainedConfig:
     """Give the model's Hugging Face config with `model.config.*` applied. Needs no tokenizer.
 
-    `head`: what the model gives at its end.
+    Args:
+        config: names the model, or its type and fields.
+        sequence_length: tokens that the model must have positions for.
+        head: what the model gives at its end.
 
     Raises:
         ConfigError: an unknown type or field, a type without such a head, or sequences longer than the model's
             positions.
     """
     if config.name is not None and not config.trust_remote_code:
-        _try(config, head)
-    architecture = _named(config) if config.name is not None else _of_type(config, head)
-    own = HEADS[head]
+        _try_in_child(config, head)
+    architecture = _read_config(config) if config.name is not None else _make_config(config, head)
+    classes = HEADS[head]
     if not has_class(head, architecture) and not config.trust_remote_code:
         raise ConfigError(
-            f"transformers has no {own.kind} of this type",
+            f"transformers has no {classes.kind} of this type",
             where="model.name" if config.name else "model.type",
             found=architecture.model_type,
-            allowed=f"a type with an {own.auto.__name__} class",
+            allowed=f"a type with an {classes.auto.__name__} class",
             hint=_other_task(architecture.model_type) if config.name and head is Head.tokens else None,
         )
     if head is Head.score:
@@ -68,6 +71,7 @@ def find_architecture(config: ModelConfig, *, sequence_length: int, head: Head =
 
 
 def _other_task(kind: str) -> str:
+    """Give a hint for a type that writes no text by itself: the tasks that such a type is for, or another model."""
     other = "another model.name, of a model that writes text"
     tasks = {Head.targets: "seq2seq", Head.masked: "mlm"}
     known = [f"hfdist tune task={task}" for head, task in tasks.items() if kind in HEADS[head].by_type]
@@ -75,36 +79,41 @@ def _other_task(kind: str) -> str:
 
 
 def check_fields(config: ModelConfig, head: Head = Head.tokens) -> None:
-    """Check `model.type` and `model.config` of a model that no name gives; with a name, `find_architecture` does it.
+    """Check `model.type` and `model.config`, without files: with a `model.name`, `find_architecture` checks its fields.
 
     Raises:
         ConfigError: an unknown type or field, or a value that the field cannot have.
     """
     if config.name is None:
-        _of_type(config, head)
+        _make_config(config, head)
 
 
 def count_heads(architecture: PreTrainedConfig) -> Iterator[tuple[str, int]]:
-    """Give the fields that count heads, of all kinds of attention; a field may count those of each layer."""
-    for field, heads in vars(architecture.get_text_config(decoder=True)).items():
+    """Give each number of heads in a config, with the name of its field.
+
+    All kinds of attention are meant. A field may list the numbers of all layers, and is then given once for each.
+    """
+    for field, value in vars(architecture.get_text_config(decoder=True)).items():
         if re.fullmatch(r"\w*_heads|n_head", field):
-            yield from ((field, n) for n in (heads if isinstance(heads, list) else [heads]) if isinstance(n, int))
+            counts = value if isinstance(value, list) else [value]
+            yield from ((field, count) for count in counts if isinstance(count, int))
 
 
-def _try(config: ModelConfig, head: Head) -> None:
-    """Make the model of a name, without memory for weights, in a process of its own.
+def _try_in_child(config: ModelConfig, head: Head) -> None:
+    """Make the model of `config.name`, without memory for weights, in a process of its own.
 
     Numbers in the config of somebody else may ask for more layers than any machine can make.
     """
     file = expand_user(str(config.name)) / "config.json"
     with contextlib.suppress(OSError, ValueError, RecursionError, AttributeError, TypeError):
+        # The class is imported here, so that the fork has it: the import is most of the time. The child tells what is
+        # wrong with the file.
         if file.stat().st_size < _LARGE_CONFIG:
-            # The class is imported here, so that the fork has it: the import is most of the time.
             kind = json.loads(file.read_bytes()).get("model_type")
             getattr(transformers, str(HEADS[head].by_type.get(kind) or IMAGE_TEXT.by_type.get(kind)))
 
     def make() -> None:
-        architecture = _named(config)
+        architecture = _read_config(config)
         if has_class(head, architecture):
             with torch.device("meta"):
                 make_without_values(config, architecture, head=head)
@@ -112,7 +121,7 @@ def _try(config: ModelConfig, head: Head) -> None:
     do_apart(make, where="model.name", found=file)
 
 
-def _named(config: ModelConfig) -> PreTrainedConfig:
+def _read_config(config: ModelConfig) -> PreTrainedConfig:
     """Read the config of a Hub repository or a folder, and change its fields as `model.config` asks."""
     assert config.name is not None
     _check_folder(config.name)
@@ -128,19 +137,20 @@ def _named(config: ModelConfig) -> PreTrainedConfig:
     return architecture
 
 
-def _of_type(config: ModelConfig, head: Head) -> PreTrainedConfig:
-    """Make a new config of one of transformers' types."""
-    kind, own = config.type or "", HEADS[head]
+def _make_config(config: ModelConfig, head: Head) -> PreTrainedConfig:
+    """Make a new config of the type `model.type`, with the fields of `model.config`."""
+    kind, classes = config.type or "", HEADS[head]
     if not is_type(head, kind):
         raise ConfigError(
-            f"transformers knows no {own.kind} of this type",
+            f"transformers knows no {classes.kind} of this type",
             where="model.type",
             found=kind,
-            allowed=f"one of {len(own.by_type)} types, such as {own.examples}",
-            hint=nearest(kind, own.by_type, "model.type={}"),
+            allowed=f"one of {len(classes.by_type)} types, such as {classes.examples}",
+            hint=nearest(kind, classes.by_type, "model.type={}"),
         )
     _check_fields(AutoConfig.for_model(kind), config.config)
-    # Made with the fields, not changed afterwards: some follow from others, as the head's size from the width.
+    # The config is made with the fields and not changed afterwards: some follow from others, as a head's size from the
+    # width.
     with _naming_fields(config.config, kind):
         return AutoConfig.for_model(kind, **config.config)
 
@@ -161,7 +171,7 @@ def _check_folder(name: str) -> None:
 
 def _check_fields(architecture: PreTrainedConfig, fields: Mapping[str, object]) -> None:
     """Check that the config's class has these fields, and that each value is of the kind that the field holds."""
-    known = _fields(architecture)
+    known = _field_names(architecture)
     for name, value in fields.items():
         key = f"model.config.{name}"
         if name not in known and not _reads(architecture, name):
@@ -170,7 +180,7 @@ def _check_fields(architecture: PreTrainedConfig, fields: Mapping[str, object]) 
                 where=key,
                 found=value,
                 allowed=", ".join(sorted(known)),
-                hint=_field_called(name, value, known),
+                hint=_propose_field(name, value, known),
             )
         present = getattr(architecture, name, None)
         if not _same_kind(present, value):
@@ -182,19 +192,21 @@ def _check_fields(architecture: PreTrainedConfig, fields: Mapping[str, object]) 
             )
 
 
-def _field_called(name: str, value: object, known: Collection[str]) -> str:
-    """Say which field may be meant, or how a model of another type is described."""
-    other = override_for(f"model.config.{name}", value) or ""
-    field = other.removeprefix("model.config.").partition("=")[0]
-    if other.startswith("model.config.") and field in known and field != name:
-        return other
-    of_file = "a file model/NAME.yaml with `init: random`, the type and its own fields, for model=NAME --config-dir ..."
-    return nearest(name, known, f"model.config.{{}}={value}", cutoff=0.8) or of_file
+def _propose_field(name: str, value: object, known: Collection[str]) -> str:
+    """Give a hint for an unknown field: the field that may be meant, or how a model of another type is described."""
+    override = override_for(f"model.config.{name}", value) or ""
+    field = override.removeprefix("model.config.").partition("=")[0]
+    if override.startswith("model.config.") and field in known and field != name:
+        return override
+    other_type = (
+        "a file model/NAME.yaml with `init: random`, the type and its own fields, for model=NAME --config-dir ..."
+    )
+    return nearest(name, known, f"model.config.{{}}={value}", cutoff=0.8) or other_type
 
 
 @contextmanager
 def _naming_fields(fields: dict[str, object], kind: str | None = None) -> Iterator[None]:
-    """Say which fields were set, where transformers' own checks find that they do not go together."""
+    """Turn an error of transformers' own checks, in this context, into a ConfigError that names the fields set."""
     try:
         yield
     except (HfdistError, MemoryError):
@@ -202,7 +214,7 @@ def _naming_fields(fields: dict[str, object], kind: str | None = None) -> Iterat
     except Exception as error:  # a config may hold anything
         if not fields:
             raise ConfigError(f"the model's config.json is damaged: {first_line(error)}", where="model.name") from error
-        # The reason goes without the names of the check and of Python's exceptions.
+        # The message of transformers begins with the names of its check and of Python's exceptions: they are cut off.
         reason = re.split(r"\b\w+Error: ", " ".join(str(error).split()))[-1] or type(error).__name__
         raise ConfigError(
             f"transformers refuses the fields: {reason}",
@@ -212,13 +224,14 @@ def _naming_fields(fields: dict[str, object], kind: str | None = None) -> Iterat
         ) from error
 
 
-def _fields(architecture: PreTrainedConfig) -> set[str]:
+def _field_names(architecture: PreTrainedConfig) -> set[str]:
+    """Give the names of all fields that a user may set in a config, under both names where there are two."""
     names = set(architecture.to_dict()) | set(getattr(type(architecture), "attribute_map", {}))
     return {name for name in names if not name.startswith("_")} - {"model_type", "transformers_version", "dtype"}
 
 
 def _reads(architecture: PreTrainedConfig, name: str) -> bool:
-    """Whether the type's own code reads a field that its config does not declare, as that of Qwen3 MoE `head_dim`."""
+    """Whether the type's own code reads a field that its config does not declare, as Qwen3 MoE's reads `head_dim`."""
     file = Path(inspect.getfile(type(architecture)))
     code = file.with_name(file.name.replace("configuration_", "modeling_"))
     return code.is_file() and f'getattr(config, "{name}"' in code.read_text(encoding="utf-8")
@@ -236,6 +249,7 @@ def _same_kind(present: object, value: object) -> bool:
 
 
 def _check_positions(architecture: PreTrainedConfig, sequence_length: int) -> None:
+    """Refuse sequences that are longer than the model has positions."""
     limit = most_positions(architecture)
     if limit is not None and limit < sequence_length:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""What computes attention of packed documents: document by document, where a small model shows that it is the same."""
+"""Chooses whether attention of packed documents goes document by document: a small model shows if that is the same."""
 
 from __future__ import annotations
 
@@ -32,36 +32,39 @@ from hfdist.models.shrink import shrink_to_try
 BOUND = 1e-5
 """Largest difference in float32, relative to the largest element; documents that see each other make 1e-2 and more."""
 _LEAST_TOKENS = 256
-"""On a CPU, calls for the documents of a shorter sequence cost more than its mask."""
+"""Least tokens of a sequence on a CPU: in a shorter one, a call for each document costs more than the mask."""
 _DOCUMENTS = ((40, 1, 23, 18), (7, 35, 40))
-"""Lengths in each sequence: longer and shorter than the window of a small model."""
+"""Tokens of the documents in each sequence of the trial: more and fewer than the window of a small model."""
 _NOTED = "varlen_noted"
-"""Name in transformers' registries of an attention whose calls are noted."""
+"""Name in transformers' registries of the trial's attention, whose calls are noted."""
 _NOT_REPLACEABLE = "the model has no attention that transformers lets us replace"
 _LEAVES_BLOCKS = "compiled blocks would be left for each document: only a GPU's kernel for 16 bits takes all at once"
 
 
 def choose_attention(config: RunConfig, architecture: PreTrainedConfig, device_type: str) -> str | None:
-    """Let packed documents be computed one by one, if the run has them and may; set in `architecture`.
+    """Let attention of packed documents go document by document where the run has them and the model allows it.
 
     Args:
         config: config of the run, whose model is on this machine.
-        architecture: the model's config, as `find_architecture` gives it; it is changed.
-        device_type: `cpu` or `cuda`: where the run is to be.
+        architecture: the model's config, as `find_architecture` gives it; the attention is set in it.
+        device_type: `cpu` or `cuda`: the devices of the run.
 
     Returns:
-        Why packed documents are not computed one by one; None: they are, or another attention was chosen.
+        Why attention does not go document by document; None: it does, or another attention was chosen.
 
     Raises:
-        ConfigError: `model.attention=varlen` cannot be.
+        ConfigError: `model.attention=varlen` asks for it, and it cannot be.
     """
     asked = config.model.attention
     is_short = device_type == "cpu" and config.data.sequence_length < _LEAST_TOKENS
     gains = config.data.packing is not Packing.none and not is_short
-    if asked is not Attention.varlen and (asked is not Attention.auto or not gains):
+    is_wanted = asked is Attention.varlen or (asked is Attention.auto and gains)
+    if not is_wanted:
         return None
     name = None
-    reason = _why_gathered(config, architecture) or _why_not_compiled(config, architecture, device_type)
+    reason = _why_gathered(config, architecture)
+    if reason is None:
+        reason = _why_not_compiled(config, architecture, device_type)
     if reason is None:
         name, reason = find_by_documents(architecture, head=config.task.name.traits.head)
     if reason is None and name != BY_DOCUMENTS["sdpa"] and _is_compiled(config, device_type):
@@ -79,7 +82,7 @@ def choose_attention(config: RunConfig, architecture: PreTrainedConfig, device_t
 
 
 def _why_gathered(config: RunConfig, architecture: PreTrainedConfig) -> str | None:
-    """Say that ranks which share sequences need a mask; None: they do not, or do not share any."""
+    """Say that the ranks which share a sequence need a mask; None: they do not, or ranks share no sequences."""
     strategy = config.strategy
     if strategy.context == 1:
         return None
@@ -96,17 +99,23 @@ def _is_compiled(config: RunConfig, device_type: str) -> bool:
 
 
 def _why_not_compiled(config: RunConfig, architecture: PreTrainedConfig, device_type: str) -> str | None:
-    """Say why what is compiled cannot go document by document; None: it can, or nothing is compiled."""
+    """Say why compiled code cannot go document by document; None: it can, or nothing is compiled."""
     if config.train.compile is Compile.model:
         return "train.compile=model compiles masks, too"
-    is_half = config.train.precision is not Precision.fp32 or config.model.dtype is Dtype.bfloat16
+    if not _is_compiled(config, device_type) or (device_type == "cuda" and _may_fit_kernel(config, architecture)):
+        return None
+    return _LEAVES_BLOCKS
+
+
+def _may_fit_kernel(config: RunConfig, architecture: PreTrainedConfig) -> bool:
+    """Whether torch's kernel for documents takes the states of the model, as far as the configs tell it."""
     text = architecture.get_text_config(decoder=True)
     width, heads = first_number(text, ("hidden_size",)), first_number(text, ("num_attention_heads",))
-    size = first_number(text, ("head_dim",)) or width // max(heads, 1)
-    fits = size > 0 and size % HEAD_MULTIPLE == 0 and size <= LARGEST_HEAD
+    head_size = first_number(text, ("head_dim",)) or width // max(heads, 1)
+    fits = head_size > 0 and head_size % HEAD_MULTIPLE == 0 and head_size <= LARGEST_HEAD
+    is_half = config.train.precision is not Precision.fp32 or config.model.dtype is Dtype.bfloat16
     has_dropout = bool(getattr(text, "attention_dropout", 0.0))
-    takes_all = device_type == "cuda" and is_half and HAS_KERNEL and fits and not has_dropout
-    return _LEAVES_BLOCKS if _is_compiled(config, device_type) and not takes_all else None
+    return HAS_KERNEL and fits and is_half and not has_dropout
 
 
 @unset_fake_temporarily()
@@ -119,7 +128,7 @@ def find_by_documents(architecture: PreTrainedConfig, *, head: Head = Head.token
     with torch.random.fork_rng(devices=[]):
         try:
             small = shrink_to_try(architecture)
-            # Without a name transformers chooses by itself.
+            # None: transformers chooses an attention by itself.
             masked = _make(small, None, head)
             name = BY_DOCUMENTS.get(str(masked.config.get_text_config(decoder=True)._attn_implementation))
             if name is None:
@@ -129,16 +138,20 @@ def find_by_documents(architecture: PreTrainedConfig, *, head: Head = Head.token
                 found = _run(_make(small, _NOTED, head))
         except Exception as error:  # whatever a model raises that cannot be made small, or does more with masks
             if isinstance(error, KeyError) and error.args == (_NOTED,):
+                # The model looks an attention up in a table of its own, and not in transformers' registry.
                 return None, _NOT_REPLACEABLE
             return None, f"a small model cannot be tried so: {first_line(error)}"
     if not any(calls):
         return None, "the model looks for no documents in positions" if calls else _NOT_REPLACEABLE
     difference = largest_difference(expected[0], found[0], expected[1:], found[1:])
-    # So that a difference that is not a number is refused, too.
-    return (name, None) if difference <= BOUND else (None, f"a small model differs by {difference:.0e}")
+    # A difference that is not a number is refused, too: it is not `<=`.
+    if difference <= BOUND:
+        return name, None
+    return None, f"a small model differs by {difference:.0e}"
 
 
 def _make(small: PreTrainedConfig, attention: str | None, head: Head) -> PreTrainedModel:
+    """Make a small model with this attention; None: with the one that transformers chooses."""
     small = copy.deepcopy(small)
     small._attn_implementation = attention
     return make_of_config(small, head)
@@ -157,16 +170,21 @@ def _run(model: PreTrainedModel) -> list[torch.Tensor]:
 
 @contextmanager
 def _seeing_calls(name: str) -> Iterator[list[bool]]:
-    """Let `_NOTED` do what `name` does, and note of each call whether it got borders of documents."""
+    """Let the attention `_NOTED` compute what `name` computes.
+
+    Yields:
+        A list with an entry for each call of it: whether the call got borders of documents.
+    """
     calls: list[bool] = []
     attend = ALL_ATTENTION_FUNCTIONS[name]
 
-    def seen(
+    def attend_and_note(
         module: torch.nn.Module, query: Any, key: Any, value: Any, attention_mask: Any = None, **more: Any
     ) -> object:
+        # A mask of tokens x tokens has four dimensions, borders have one or two.
         calls.append(torch.is_tensor(attention_mask) and attention_mask.ndim <= 2)
         return attend(module, query, key, value, attention_mask, **more)
 
-    AttentionInterface.register(_NOTED, seen)
+    AttentionInterface.register(_NOTED, attend_and_note)
     AttentionMaskInterface.register(_NOTED, ALL_MASK_ATTENTION_FUNCTIONS[name])
     yield calls

@@ -1,4 +1,4 @@
-"""The transformer blocks of any causal language model: found without a list of architectures, and compiled."""
+"""Finds the transformer blocks of any language model without a list of architectures, and compiles them."""
 
 from __future__ import annotations
 
@@ -22,10 +22,14 @@ logger = logging.getLogger(__name__)
 
 
 def find_blocks(model: PreTrainedModel) -> nn.ModuleList:
-    """Give the list of blocks: of the lists as long as the model is deep, or else of all, the one with most modules.
+    """Find the model's list of blocks.
+
+    Returns:
+        Among the lists as long as the model is deep, the one with most modules inside; if no list is so long, that of
+        all lists.
 
     Raises:
-        ConfigError: there is no list of modules.
+        ConfigError: the model has no list of modules.
     """
     text = model.config.get_text_config()
     depths = {getattr(text, name, None) for name in ("num_hidden_layers", "num_layers", "n_layer")}
@@ -46,52 +50,56 @@ def find_blocks(model: PreTrainedModel) -> nn.ModuleList:
 
 
 def find_block_parts(model: PreTrainedModel) -> list[tuple[nn.Module, ...]]:
-    """Give the modules of each block: one, or in models that keep several lists side by side, one of each list.
+    """Give the modules of each block, in order.
+
+    A block is one module, or in models that keep several lists of equal length side by side, one module of each list.
 
     Raises:
-        ConfigError: there is no list of blocks.
+        ConfigError: the model has no list of modules.
     """
     blocks = find_blocks(model)
     parent = next(module for module in model.modules() if blocks in module.children())
-    beside = [m for m in parent.children() if isinstance(m, nn.ModuleList) and len(m) == len(blocks)]
-    return list(zip(*beside, strict=True))
+    lists = [child for child in parent.children() if isinstance(child, nn.ModuleList) and len(child) == len(blocks)]
+    return list(zip(*lists, strict=True))
 
 
 @unset_fake_temporarily()
 def calls_blocks(model: PreTrainedModel) -> bool:
     """Whether a step calls each block, and calls the modules inside of blocks only from their block.
 
-    Reversible layers do not. A small model of the same class is tried; True also where that cannot be made.
+    Models with reversible layers call the modules inside by themselves. A small model of the same class is tried; True
+    also where none can be made.
     """
     called: set[nn.Module] = set()
     running: list[nn.Module] = []
-    is_by_blocks = True
+    called_outside: list[nn.Module] = []
 
-    def begin(block: nn.Module, _: object) -> None:
+    def note_begin(block: nn.Module, _: object) -> None:
         called.add(block)
         running.append(block)
 
-    def end(*_: object) -> None:
+    def note_end(*_: object) -> None:
         running.pop()
 
-    def look(*_: object) -> None:
-        nonlocal is_by_blocks
-        is_by_blocks = is_by_blocks and bool(running)
+    def note_inner(inner: nn.Module, _: object) -> None:
+        if not running:
+            called_outside.append(inner)
 
     with torch.random.fork_rng(devices=[]):
         try:
             small = small_model(model)
-            parts = [part for parts in find_block_parts(small) for part in parts]
+            parts = [part for block in find_block_parts(small) for part in block]
             for part in parts:
-                part.register_forward_pre_hook(begin)
-                part.register_forward_hook(end)
-                for inner in list(part.modules())[1:]:
-                    inner.register_forward_pre_hook(look)
+                part.register_forward_pre_hook(note_begin)
+                part.register_forward_hook(note_end)
+                _, *inner_modules = part.modules()
+                for inner in inner_modules:
+                    inner.register_forward_pre_hook(note_inner)
             # Reversible layers refuse to run outside of training.
             run_small(small.train())
         except Exception:  # whatever a model raises that cannot be made small, or has another kind of loss
             return True
-    return is_by_blocks and len(called) == len(parts)
+    return not called_outside and len(called) == len(parts)
 
 
 def compiles_blocks(config: RunConfig, model: PreTrainedModel) -> bool:
@@ -105,7 +113,7 @@ def compiles_blocks(config: RunConfig, model: PreTrainedModel) -> bool:
 
 
 def compiles_on_gpus(train: TrainConfig, strategy: StrategyConfig) -> bool:
-    """Whether blocks are compiled where there are GPUs and a compiler that works."""
+    """Whether blocks are compiled where there are GPUs and a compiler that works, by the config alone."""
     if train.compile is not Compile.auto:
         return train.compile is Compile.blocks
     # A compiled block computes both gradients at once, which zero-bubble schedules run apart; and ZeRO-3's gathering
@@ -114,7 +122,7 @@ def compiles_on_gpus(train: TrainConfig, strategy: StrategyConfig) -> bool:
 
 
 def can_compile_blocks(model: PreTrainedModel, device: torch.device) -> bool:
-    """Whether the blocks are found and the compiler works here; logs a warning with the reason if not."""
+    """Whether blocks are found and the compiler works on this device; logs a warning with the reason if not."""
     try:
         find_blocks(model)
         function = torch.compile(lambda values: (values.sin() + 1).sum())
@@ -133,10 +141,10 @@ def compile_blocks(model: PreTrainedModel) -> None:
 
 
 def why_not_compiled(function: Callable[..., object], *arguments: object) -> str | None:
-    """Call a compiled function once.
+    """Call a compiled function once, to find out whether it works here.
 
     Returns:
-        The first line of what went wrong; None: it works.
+        The first line of the error; None: the function works.
     """
     try:
         function(*arguments)

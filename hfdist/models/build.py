@@ -1,4 +1,4 @@
-"""A model with weights: pretrained, or random ones that only a seed and their names determine."""
+"""Makes the run's model: its weights are read from files, or drawn at random from a seed and their names."""
 
 from __future__ import annotations
 
@@ -41,10 +41,11 @@ def build_model(
     trained: TrainableParameters | None = None,
     head: Head = Head.tokens,
 ) -> PreTrainedModel:
-    """Make the model on the CPU, as much of it as this rank holds; TrainingArguments must exist by then.
+    """Make as much of the model as this rank holds, on the CPU.
 
-    No more memory is touched than for that: random weights are drawn, and those of a file read and converted, after
-    the model was partitioned.
+    TrainingArguments must exist before: transformers learns from them that ZeRO-3 partitions parameters in the
+    constructor. The model is partitioned before random weights are drawn or those of a file are read and converted, so
+    a rank touches memory for its own part only.
 
     Args:
         config: says where the weights come from, and their type.
@@ -53,6 +54,9 @@ def build_model(
         layout: how the model is partitioned.
         trained: which parameters are trained; None: all.
         head: what the model gives at its end; a layer that scores is drawn where the file has none.
+
+    Returns:
+        The model with its weights and its adapter, partitioned by `layout`.
 
     Raises:
         ConfigError: the pretrained weights cannot be read or are of another model, or transformers refuses the
@@ -77,13 +81,19 @@ def build_model(
 def check_weights(
     config: ModelConfig, architecture: PreTrainedConfig, trained: TrainableParameters, *, head: Head = Head.tokens
 ) -> None:
-    """Compare the names and shapes in the files of a pretrained model with the model's own; see `build_model`.
+    """Compare the names and shapes in the files of a pretrained model with those of the model itself.
 
-    The answer is that of all layouts, and costs no more than the headers: call it before there is a process group, and
-    before transformers is told of ZeRO-3, in which it sees missing names alone.
+    Only the headers of the files are read, and the answer is the same for all layouts. Call it before there is a
+    process group, and before transformers is told of ZeRO-3: it would then see missing names, but no other shapes.
+
+    Args:
+        config: names the model; nothing is compared for random weights.
+        architecture: the model's config, as `find_architecture` gives it.
+        trained: which parameters are trained; with an adapter, no weight of the model may be missing.
+        head: what the model gives at its end.
 
     Raises:
-        ConfigError: they differ, and `model.allow_missing` does not let them.
+        ConfigError: names or shapes differ and `model.allow_missing` does not allow it, or the weights are quantized.
     """
     if config.init is Init.random:
         return
@@ -95,7 +105,7 @@ def check_weights(
 
 
 def _check_names(names: NameDifferences, config: ModelConfig, trained: TrainableParameters) -> None:
-    # A saved adapter holds nothing of the drawn model beside it, which would be drawn anew by whoever opens it.
+    # Weights that are drawn beside an adapter are in no file: whoever opens the adapter would draw them anew.
     is_lost = trained.adapter.is_used and bool(names.missing)
     hint = "model.allow_missing=true, which draws what is missing at random, and leaves out what is unexpected"
     if is_lost:
@@ -125,11 +135,14 @@ def make_without_values(
     except (HfdistError, MemoryError):
         raise
     except Exception as error:  # a config may hold anything
-        said = first_line(error)
+        reason = first_line(error) if isinstance(error, _EXPLAINED) else repr(error)[:300]
+        found = config.attention.value
+        if config.name:
+            found += f", of {config.name}/config.json"
         raise ConfigError(
-            f"transformers cannot make the model: {said if isinstance(error, _EXPLAINED) else repr(error)[:300]}",
+            f"transformers cannot make the model: {reason}",
             where="model.attention, model.config",
-            found=", of ".join([config.attention.value, *([f"{config.name}/config.json"] if config.name else [])]),
+            found=found,
             hint="model.attention=auto",
         ) from error
     # `no_init_weights` leaves ties undone too; a tied parameter must be one before it is drawn.
@@ -140,7 +153,7 @@ def make_without_values(
 def _draw(
     config: ModelConfig, model: PreTrainedModel, trained: TrainableParameters, seed: int, layout: Partitioning
 ) -> None:
-    """Give a whole model random weights, what is trained, and its layout; in place."""
+    """Put the adapter into a whole model, partition it, and draw its random weights; in place."""
     if trained.adapter.is_used:
         # Before the adapter is there: with it the names are others, and its own weights would be drawn over.
         initialize_by_name(model, seed, layout)
@@ -169,8 +182,9 @@ def _check_turned_weights(architecture: PreTrainedConfig, layout: Partitioning) 
     alone would raise.
     """
     conversions = get_checkpoint_conversion_mapping(architecture.model_type) or ()
-    operations = [operation for one in conversions for operation in getattr(one, "operations", ())]
-    if layout.partitions_in_constructor and any(getattr(one, "check_dims", False) for one in operations):
+    operations = [operation for conversion in conversions for operation in getattr(conversion, "operations", ())]
+    reads_shapes = any(getattr(operation, "check_dims", False) for operation in operations)
+    if layout.partitions_in_constructor and reads_shapes:
         raise ConfigError(
             "transformers reads weights of this type by the shapes of parameters, which ZeRO-3 has partitioned already",
             where="strategy.sharding",
@@ -182,6 +196,7 @@ def _check_turned_weights(architecture: PreTrainedConfig, layout: Partitioning) 
 
 @contextmanager
 def _naming_memory(name: str) -> Iterator[None]:
+    """Turn a lack of memory while the model `name` is read into a ResourceError."""
     try:
         yield
     except MemoryError as error:
@@ -236,15 +251,18 @@ def _draw_missing(
 ) -> None:
     """Give the weights that no file holds the values that random weights of this seed would have."""
     drawn = {name for name, _ in model.named_parameters(remove_duplicate=False)} & set(missing)
-    for name in drawn if not layout.partitions_in_constructor else ():
+    if not drawn:
+        return
+    if not layout.partitions_in_constructor:
         # The type is set before they are drawn: that of a file may be another than the run's, and round them.
-        parameter = model.get_parameter(name)
-        parameter.data = parameter.data.to(dtype)
-    if drawn:
-        initialize_by_name(model, seed, layout, only=drawn)
+        for name in drawn:
+            parameter = model.get_parameter(name)
+            parameter.data = parameter.data.to(dtype)
+    initialize_by_name(model, seed, layout, only=drawn)
 
 
 def _partition(model: PreTrainedModel, trained: TrainableParameters, layout: Partitioning, dtype: torch.dtype) -> None:
+    """Reduce a whole model to this rank's part, once all that needs the whole model has been noted; in place."""
     # Names are found while the model is whole.
     if trained.adapter.is_used:
         logger.info("adapter: %s", describe_parts(model))
@@ -257,6 +275,7 @@ def _partition(model: PreTrainedModel, trained: TrainableParameters, layout: Par
 
 
 def _check_not_quantized(architecture: PreTrainedConfig) -> None:
+    """Refuse a model whose files hold quantized weights."""
     quantization = getattr(architecture, "quantization_config", None)
     if quantization is not None:
         raise ConfigError(

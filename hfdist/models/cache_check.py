@@ -1,6 +1,11 @@
-"""Whether a small model of a class gives the same logits with a cache as without one.
+"""Checks that a model gives the same logits with a slot cache as without a cache, by trying a small one of its class.
 
-A mistake for one family of models would be samples of another distribution, without an error.
+A mistake for one family of models would give samples of another distribution, without an error.
+
+    new tokens    0 . . 3 . . 6 . . 9
+    row 0         a a a a a a               leaves the cache after 6
+    row 1         b b b b b b b b b
+    row 2               c c c c c c         enters it after 3
 """
 
 from __future__ import annotations
@@ -19,26 +24,28 @@ from hfdist.models.probing import small_model
 from hfdist.models.slot_cache import SlotCache, next_logits
 
 BOUND = 1e-5
-"""The largest difference of logits that is allowed, relative to the largest one: rounding differs."""
+"""The largest difference of logits that is allowed, relative to the largest logit: rounding differs."""
 
 NUM_NEW_TOKENS = 9
-"""Tokens of each row after its prompt: windows of small models end among them.
+"""Number of tokens of each row after its prompt: windows of small models end among them.
 
-Not more: at 17 tokens small models of Phi-3 begin to rotate otherwise, with a cache only the new keys.
+There are not more, since small models of Phi-3 rotate otherwise from 17 tokens on, with a cache only the new keys.
 """
 _LENGTHS = 7, 4, 2
-"""Tokens of the prompts of a text."""
-_ENTERS, _LEAVES = 3, 6
-"""New tokens after which the last row enters, and the first one leaves."""
+"""Tokens of the prompts of the three rows of text."""
+_ENTERS = 3
+"""Number of new tokens after which the last row enters."""
+_LEAVES = 6
+"""Number of new tokens after which the first row leaves."""
 
 
 class CacheTrial(NamedTuple):
-    """Three rows by which a cache is tried."""
+    """Three rows with which a cache is tried."""
 
     rows: Sequence[Mapping[str, torch.Tensor]]
-    """What a forward without a cache takes of each; tokens are of shape [1, tokens]."""
+    """The inputs of a forward without a cache, for each row; token ids have the shape [1, tokens]."""
     prompts: PromptRows
-    """All of their tokens but the last `NUM_NEW_TOKENS`."""
+    """The prompts of the rows: all of their tokens but the last `NUM_NEW_TOKENS`."""
 
 
 def find_cache_problem(
@@ -46,14 +53,14 @@ def find_cache_problem(
     act: Callable[[PreTrainedModel], Any] = lambda small: small,
     make_trial: Callable[[], CacheTrial] | None = None,
 ) -> str | None:
-    """Say why a cache whose rows come and go is none for models of this class; None: it is one.
+    """Say why models of this class cannot use a cache whose rows come and go; None: they can.
 
-    It takes a second or less, and needs no other rank.
+    The trial takes a second or less, and needs no other rank.
 
     Args:
-        model: any, of which the class and the config are read.
-        act: gives what acts as the small model.
-        make_trial: makes rows with images; None: rows are text.
+        model: the run's model, of which the class and the config are read.
+        act: takes the small model, and gives an object that acts as it, such as one split over a pipeline.
+        make_trial: makes rows with images; None: the rows are text.
     """
     try:
         with torch.random.fork_rng(devices=[]), torch.no_grad(), torch.compiler.set_stance("force_eager"):
@@ -68,23 +75,23 @@ def find_cache_problem(
 def _make_small(model: PreTrainedModel, *, knows_images: bool) -> PreTrainedModel:
     small = make_small(model.config) if knows_images else small_model(model)
     if knows_images:
-        # All ranks try the same, as `small_model` sees to.
+        # All ranks try the same; `small_model` seeds by itself.
         torch.default_generator.manual_seed(0)
     if dense_name(model.config._attn_implementation) == "sdpa":
         small.set_attn_implementation("sdpa")
     for parameter in small.parameters():
-        # Else rounding would hide what is wrong.
+        # With larger weights a mistake changes the logits by more than rounding does.
         parameter.add_(0.1 * torch.randn(parameter.shape))
     return small
 
 
 def _text_trial(small: PreTrainedModel) -> CacheTrial:
+    """Make three rows of text, of different lengths."""
     vocab_size = small.config.get_text_config(decoder=True).vocab_size
     tokens = torch.randint(min(vocab_size, 100), (len(_LENGTHS), max(_LENGTHS) + NUM_NEW_TOKENS))
     rows = [own[None, max(_LENGTHS) - length :] for own, length in zip(tokens, _LENGTHS, strict=True)]
-    return CacheTrial(
-        [{"input_ids": row} for row in rows], PromptRows([row[0, :-NUM_NEW_TOKENS].tolist() for row in rows])
-    )
+    prompts = [row[0, :-NUM_NEW_TOKENS].tolist() for row in rows]
+    return CacheTrial([{"input_ids": row} for row in rows], PromptRows(prompts))
 
 
 def _compare(small: PreTrainedModel, cached: Any, trial: CacheTrial) -> float:
@@ -96,7 +103,7 @@ def _compare(small: PreTrainedModel, cached: Any, trial: CacheTrial) -> float:
         wanted = without_cache.logits[0, -NUM_NEW_TOKENS - 1 :][: len(found[row])]
         differences.append(float((torch.stack(found[row]) - wanted).abs().max()))
         largest.append(float(wanted.abs().max()))
-    # NaN wherever it is: `max` would pass over it.
+    # Python's own `max` would pass over a NaN.
     return float(torch.tensor(differences).max()) / max(largest)
 
 

@@ -1,4 +1,4 @@
-"""Whether forwards of a model make a cache of keys and values, as its config says."""
+"""Switches the cache of keys and values of a model's forwards on and off, in its config."""
 
 from __future__ import annotations
 
@@ -9,19 +9,19 @@ from transformers import PreTrainedConfig
 
 
 def set_use_cache(config: PreTrainedConfig, uses_cache: bool) -> None:
-    """Set it in a config, and in that of its part for text, which a causal model may read alone."""
-    for own in (config, config.get_text_config(decoder=True)):
-        own.use_cache = uses_cache
+    """Set `use_cache` in a config and in the nested config of its part for text: models read either of them."""
+    for level in (config, config.get_text_config(decoder=True)):
+        level.use_cache = uses_cache
 
 
 @contextmanager
 def without_cache(config: PreTrainedConfig) -> Iterator[None]:
-    """Let forwards make no cache within the block, as in training."""
-    text = config.get_text_config(decoder=True)
-    before = [(own, getattr(own, "use_cache", None)) for own in (config, text)]
+    """Let forwards make no cache in this context, as in training."""
+    levels = (config, config.get_text_config(decoder=True))
+    before = [getattr(level, "use_cache", None) for level in levels]
     set_use_cache(config, False)
     try:
         yield
     finally:
-        for own, uses_cache in before:
-            own.use_cache = uses_cache
+        for level, uses_cache in zip(levels, before, strict=True):
+            level.use_cache = uses_cache

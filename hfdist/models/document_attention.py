@@ -1,8 +1,11 @@
 """Attention of packed sequences, document by document: no mask of tokens x tokens, and no kernel of another package.
 
+    tokens      a a a b | c c d d        two sequences of four tokens, four documents
+    borders     0     3   4   6   8      where documents begin in all tokens end to end, and the end of the last one
+
 It stands in transformers' registries of attention and of masks, so that models need no change. Where a sequence holds
-several documents, models get their borders in place of a mask. All else (one document a sequence, padding, caches) is
-computed as by the implementation beneath.
+several documents, models get the borders in place of a mask. All else (one document a sequence, padding, caches) is
+left to the implementation beneath: transformers' own, which takes a mask.
 """
 
 from __future__ import annotations
@@ -32,21 +35,22 @@ except ImportError:  # a torch without it
 logger = logging.getLogger(__name__)
 
 BY_DOCUMENTS = {"sdpa": "varlen", "eager": "varlen_eager"}
-"""Name in the registries, by the implementation beneath: eager, with soft caps or sinks, where a model has no sdpa."""
+"""Names in the registries of the two attentions of this file, by the implementation beneath. Models without sdpa have
+eager attention, which may have soft caps or sinks."""
 _BENEATH = {name: beneath for beneath, name in BY_DOCUMENTS.items()}
 """The implementation beneath, by name in the registries."""
 
 _MaskFunction = Callable[..., Any]
 """Takes sequence, head, row and column, and says whether the token of the row sees that of the column."""
 _Mask = torch.Tensor | None
-"""A mask of tokens x tokens; or [borders], with a window [window, borders]: all rows are alike and in the same memory,
-so that compiled code knows the window without reading a value."""
+"""A mask of tokens x tokens, or borders, int32 of [documents + 1]. Where a token sees only a window, borders have the
+shape [window, documents + 1], all rows in one memory: compiled code knows the window without reading a value."""
 _Attended = tuple[torch.Tensor, torch.Tensor | None]
 """Outputs [sequences, tokens, heads, size], and weights of attention, which no implementation here gives."""
 
 
 def dense_name(name: str) -> str:
-    """Give the implementation that takes a mask: the one beneath, or the same."""
+    """Give the name of the implementation that takes a mask: the one beneath `name`, or `name` itself."""
     return _BENEATH.get(name, name)
 
 
@@ -60,11 +64,17 @@ def _borders_or_mask(
     mask_function: _MaskFunction = causal_mask_function,
     **more: Any,
 ) -> _Mask:
-    """Give borders of documents where there are several in a sequence; else what the implementation beneath takes."""
-    # transformers allows no skip where it has found documents. Of functions that need vmap, nothing is known.
+    """Give borders of documents where a sequence has several; else the mask of the implementation beneath.
+
+    Models call it by the registry of masks, whose arguments it has.
+    """
+    # A function that needs vmap takes no whole rows and columns, so nothing can be found out about it.
     is_known = more.get("attention_mask") is None and not more.get("use_vmap")
-    is_whole = q_length == kv_length and all(type(n) is int and n == 0 for n in (q_offset, kv_offset))
-    if is_known and is_whole and not more.get("allow_is_causal_skip", True):
+    # Offsets are those of a cache. Under a trace they may be symbols, which have no value to compare.
+    has_no_offset = all(type(offset) is int and offset == 0 for offset in (q_offset, kv_offset))
+    # transformers forbids to skip the mask where it has found documents in the positions.
+    may_have_documents = not more.get("allow_is_causal_skip", True)
+    if is_known and has_no_offset and q_length == kv_length and may_have_documents:
         device, window = more.get("device", "cpu"), more.get("local_size")
         borders = _find_borders(batch_size, q_length, mask_function, device)
         if borders is not None:
@@ -78,16 +88,17 @@ def _borders_or_mask(
 def _find_borders(
     batch_size: int, num_tokens: int, mask_function: _MaskFunction, device: torch.device | str
 ) -> torch.Tensor | None:
-    """Give where documents begin, and the end of the last one, in tokens of all sequences end to end.
+    """Find where documents begin, and the end of the last one, in tokens of all sequences end to end.
 
     Returns:
-        int32 of [documents + 1]. None: a token sees a later one, as those of images do, or a trace has no values.
+        int32 of [documents + 1]. None: a token sees a later one, as tokens of images do, or a trace has no values.
     """
-    rows, columns = torch.arange(batch_size, device=device)[:, None], torch.arange(1, num_tokens, device=device)[None]
+    rows = torch.arange(batch_size, device=device)[:, None]
+    columns = torch.arange(1, num_tokens, device=device)[None]
     if is_tracing(rows) or mask_function(rows, 0, columns - 1, columns).any():
         return None
     if rows.is_cuda:
-        # Now, as compiled blocks ask for the answer but cannot try the kernel.
+        # The kernel is tried here, since compiled blocks ask for the answer and cannot try it.
         _try_kernel(rows.device)
     goes_on = mask_function(rows, 0, columns, columns - 1).expand(batch_size, -1)
     starts = functional.pad(~goes_on, (1, 0), value=True).flatten().nonzero().flatten()
@@ -103,16 +114,17 @@ def _attend(
     attention_mask: _Mask,
     **more: Any,
 ) -> _Attended:
-    """Compute attention of states [sequences, heads, tokens, size]; models call it by the registry."""
-    # Each model has an eager attention of its own.
+    """Compute attention of states [sequences, heads, tokens, size]; models call it by the registry of attention."""
+    # Each of transformers' model files has an eager attention of its own.
     eager: Any = getattr(sys.modules[type(module).__module__], "eager_attention_forward", None)
     attend = ALL_ATTENTION_FUNCTIONS.get_interface(beneath, eager)
     if attention_mask is None or attention_mask.ndim > 2:
         attended: _Attended = attend(module, query, key, value, attention_mask, **more)
         return attended
-    borders, window = attention_mask, None
-    if borders.ndim == 2:
-        borders, window = borders[0], borders.shape[0]
+    if attention_mask.ndim == 2:
+        borders, window = attention_mask[0], attention_mask.shape[0]
+    else:
+        borders, window = attention_mask, None
     if query.shape[2] != key.shape[2]:
         raise ValueError("document attention needs queries and keys of the same tokens")
     if beneath == "sdpa" and query.is_cuda and torch.is_autocast_enabled(query.device.type):
@@ -139,6 +151,7 @@ _KERNEL_BOUND = 0.05
 
 
 def _fits_kernel(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> bool:
+    """Whether torch's kernel takes these states on their device, and works there."""
     size = query.shape[-1]
     is_half = query.dtype in (torch.float16, torch.bfloat16) and query.dtype == key.dtype == value.dtype
     fits = is_half and size % HEAD_MULTIPLE == 0 and value.shape[-1] <= size <= LARGEST_HEAD
@@ -163,13 +176,20 @@ def _try_kernel(device: torch.device) -> None:
 def _differ_by_kernel(device: torch.device) -> float:
     """Give the largest difference of the kernel's attention from that with a mask, of outputs and gradients."""
     generator = torch.Generator().manual_seed(0)
-    states = [torch.randn(1, heads, 64, 64, generator=generator).to(device, torch.bfloat16) for heads in (4, 2, 2)]
-    borders = torch.tensor([0, 30, 31, 64], dtype=torch.int32, device=device)
-    place = torch.arange(64, device=device)
-    number, distance = torch.bucketize(place, borders[1:], right=True), place[:, None] - place
+    # Two heads of queries share a head of keys and values; three documents of 30, 1 and 33 tokens.
+    num_tokens, head_size = 64, 64
+    query, key, value = (
+        torch.randn(1, num_heads, num_tokens, head_size, generator=generator).to(device, torch.bfloat16)
+        for num_heads in (4, 2, 2)
+    )
+    states = [query, key, value]
+    borders = torch.tensor([0, 30, 31, num_tokens], dtype=torch.int32, device=device)
+    place = torch.arange(num_tokens, device=device)
+    document = torch.bucketize(place, borders[1:], right=True)
+    distance = place[:, None] - place
     differences = []
     for window in (None, 8):
-        sees = (number[:, None] == number) & (distance >= 0) & (distance < (window or 64))
+        sees = (document[:, None] == document) & (distance >= 0) & (distance < (window or num_tokens))
         wanted = _output_and_gradients(partial(_with_mask, sees=sees, scaling=0.2), states)
         found = _output_and_gradients(partial(_in_one_call, borders=borders, window=window, scaling=0.2), states)
         differences.append(largest_difference(wanted[0], found[0], wanted[1:], found[1:]))
@@ -178,6 +198,7 @@ def _differ_by_kernel(device: torch.device) -> float:
 
 
 def _output_and_gradients(attend: Callable[..., torch.Tensor], states: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Give the output of an attention, then the gradients of a sum by query, key and value, in float32."""
     leaves = [state.clone().requires_grad_() for state in states]
     with torch.enable_grad():
         output = attend(*leaves)
@@ -188,6 +209,7 @@ def _output_and_gradients(attend: Callable[..., torch.Tensor], states: list[torc
 def _with_mask(
     query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, sees: torch.Tensor, scaling: float
 ) -> torch.Tensor:
+    """Compute the attention that the kernel should give, by a mask; give [sequences, tokens, heads, size]."""
     key, value = (state.repeat_interleave(2, 1) for state in (key, value))
     output = functional.scaled_dot_product_attention(query, key, value, attn_mask=sees, scale=scaling)
     return output.transpose(1, 2)
@@ -201,17 +223,20 @@ def _in_one_call(
     window: int | None,
     scaling: float | None,
 ) -> torch.Tensor:
-    """Attention of all documents by torch's kernel; gives [sequences, tokens, heads, size]."""
+    """Compute attention of all documents by torch's kernel; give [sequences, tokens, heads, size]."""
     batch_size, num_heads, num_tokens, size = query.shape
     value_size = value.shape[-1]
     if value_size < size:
         # The kernel has one size of heads.
         value = functional.pad(value, (0, size - value_size))
-    of_tokens = (state.transpose(1, 2).flatten(0, 1) for state in (query, key, value))
+    # [sequences, heads, tokens, size] becomes [tokens of all sequences, heads, size].
+    query_rows, key_rows, value_rows = (state.transpose(1, 2).flatten(0, 1) for state in (query, key, value))
     attend: Any = varlen_attn
     # A sequence's length bounds each document's: the longest one would have to be read from the device.
     attended: torch.Tensor = attend(
-        *of_tokens,
+        query_rows,
+        key_rows,
+        value_rows,
         borders,
         borders,
         num_tokens,
@@ -239,24 +264,26 @@ def _attend_to_each(
     """Compute attention of one document after the other; give [sequences, tokens, heads, size]."""
     batch_size, _, num_tokens, _ = states[0].shape
     bias = more.pop("position_bias", None)
+    if beneath == "sdpa":
+        more = more | {"is_causal": True}
     sequences = []
     for row, sizes in enumerate(_sizes(borders, batch_size, num_tokens)):
         documents = zip(*(state[row : row + 1].split(sizes, 2) for state in states), strict=True)
         attended, start = [], 0
-        for document in documents:
-            length = document[0].shape[2]
+        for query, key, value in documents:
+            stop = start + query.shape[2]
             if bias is not None:
-                of_row, own = bias[row : row + 1] if len(bias) > 1 else bias, slice(start, start + length)
-                more["position_bias"] = of_row[..., own, own]
-            mask = _mask_of_document(beneath, document[0], window)
-            named = more | ({"is_causal": True} if beneath == "sdpa" else {})
-            attended.append(attend(module, *document, mask, **named)[0])
-            start += length
+                # A bias of one row is that of all sequences.
+                bias_of_row = bias[row : row + 1] if len(bias) > 1 else bias
+                more["position_bias"] = bias_of_row[..., start:stop, start:stop]
+            output, _ = attend(module, query, key, value, _mask_of_document(beneath, query, window), **more)
+            attended.append(output)
+            start = stop
         sequences.append(attended[0] if len(attended) == 1 else torch.cat(attended, 1))
     return sequences[0] if batch_size == 1 else torch.cat(sequences)
 
 
-# Compiled code has no loop over lengths that it does not know.
+# torch.compile cannot follow a loop over lengths that it does not know, so compiled blocks break their graph here.
 _one_by_one: Callable[..., torch.Tensor] = torch.compiler.disable(_attend_to_each)
 
 
@@ -269,6 +296,7 @@ def _sizes(borders: torch.Tensor, batch_size: int, num_tokens: int) -> list[list
 
 
 def _mask_of_document(beneath: str, query: torch.Tensor, window: int | None) -> _Mask:
+    """Make the causal mask of one document, as the implementation beneath takes it: sdpa reads it, eager adds it."""
     length = query.shape[2]
     is_short = window is None or length <= window
     if is_short and beneath == "sdpa":

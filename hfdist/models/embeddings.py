@@ -1,4 +1,4 @@
-"""The two ends of a model: the module that looks tokens up, and what kind of head there is, if any."""
+"""The two ends of a model: the module that looks tokens up, and the kind of its head, by its class."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from transformers.models.auto.modeling_auto import (
 _WITHOUT_HEAD = frozenset(
     name for names in MODEL_MAPPING_NAMES.values() for name in ([names] if isinstance(names, str) else names)
 )
+"""Names of transformers' classes without a head; some types have several."""
 
 
 def input_embeddings(model: PreTrainedModel) -> nn.Module | None:
@@ -45,6 +46,6 @@ def has_token_loss(model: PreTrainedModel) -> bool:
 
 
 def token_reader(model: PreTrainedModel) -> nn.Module:
-    """Give what says something of each token: of a model that scores sequences its base, and else the model itself."""
+    """Give the module whose output has a row for each token: the model, or the base of one that scores sequences."""
     base: nn.Module = model.base_model
     return base if scores_sequences(model) else model

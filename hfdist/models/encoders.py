@@ -1,6 +1,7 @@
-"""Encoders, in which a token sees what comes after it: found by trying a small model, without a list of types.
+"""Which models read a text as encoders do, so that a token sees what comes after it: a small model is tried.
 
-Their texts cannot be packed: each is read in a row of its own (models/texts_apart.py).
+So no list of types is needed. Texts of such models cannot be packed: each is read in a row of its own, padded to the
+longest one.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _LENGTHS = (11, 23, 4, 17)
 _FIRST_ID = 5
 """Lowest token id of the texts that are tried: those below it may be special tokens."""
 _READ_AHEAD: WeakKeyDictionary[PreTrainedModel, bool] = WeakKeyDictionary()
-"""What was found for models without a head: a start asks more than once, and each trial makes a small model."""
+"""Whether models without a head read ahead. A start asks more than once, and each trial makes a small model."""
 
 
 @torch.no_grad()
@@ -34,13 +35,14 @@ def reads_ahead(model: PreTrainedModel) -> bool:
     """Whether the first token of a text sees the next one.
 
     Args:
-        model: small, whole, on the CPU. Whatever it raises is not caught here.
+        model: a small whole model on the CPU. Whatever it raises is not caught here.
     """
     reader = model.base_model
-    ids = _ids(model, max(_LENGTHS))[None]
+    ids = _text_ids(model, max(_LENGTHS))[None]
     changed = ids.clone()
     changed[:, 1] = _FIRST_ID
-    before, after = (reader(input_ids=own)[0][:, 0] for own in (ids, changed))
+    before = reader(input_ids=ids)[0][:, 0]
+    after = reader(input_ids=changed)[0][:, 0]
     return not torch.allclose(before, after, rtol=1e-5, atol=1e-6)
 
 
@@ -48,8 +50,12 @@ def reads_ahead(model: PreTrainedModel) -> bool:
 def takes_texts_apart(model: PreTrainedModel, head: Head) -> bool:
     """Whether a model is given each text in a row of its own.
 
-    Models with labels are, as their classes look for the ends of rows; so are those that write targets or find hidden
+    Models with labels are, as their classes look for the ends of rows; so are models that write targets or find hidden
     tokens. A model without a head is, if it reads ahead: a small model of the same class is tried.
+
+    Args:
+        model: the run's model, of which the class and the config are read.
+        head: what the model gives at its end.
     """
     if head is not Head.none:
         return head.is_padded
@@ -67,7 +73,7 @@ def check_reads_no_further(architecture: PreTrainedConfig) -> None:
     """Check, by trying a small model, that a model of next tokens sees no token after its own: it would copy it.
 
     Raises:
-        ConfigError: it does, as an encoder does that is opened as a model of next tokens.
+        ConfigError: a token sees the next one, as in an encoder that is opened as a model of next tokens.
     """
     with torch.random.fork_rng(devices=[]):
         try:
@@ -79,7 +85,7 @@ def check_reads_no_further(architecture: PreTrainedConfig) -> None:
         allowed = "a model in which a token sees only those before it"
         decoder = "model.config.is_decoder=true, " if getattr(architecture, "is_decoder", None) is False else ""
         hint = f"{decoder}hfdist tune task=mlm, or another model.name"
-        raise _refuse(architecture, Head.tokens, reason, allowed=allowed, hint=hint)
+        raise _refusal(architecture, Head.tokens, reason, allowed=allowed, hint=hint)
 
 
 @unset_fake_temporarily()
@@ -89,23 +95,25 @@ def check_reads_texts(architecture: PreTrainedConfig, *, head: Head, longest: in
     A model without a head is tried only if it reads ahead: for others texts are packed, not padded.
 
     Args:
-        architecture: as `find_architecture` gives it.
+        architecture: the model's config, as `find_architecture` gives it.
         head: what the model gives at its end.
         longest: tokens of the longest text.
 
     Returns:
-        Whether they are encoders.
+        Whether the models are encoders.
 
     Raises:
-        ConfigError: they do not, they read no text, they keep statistics of it, or they have fewer positions.
+        ConfigError: the models read no text, read it otherwise beside longer ones, save statistics of it, or have
+            fewer positions than the longest text.
     """
     if head is Head.masked and architecture.is_encoder_decoder:
         reason = "this is an encoder-decoder, which hides tokens in another way"
-        raise _refuse(architecture, head, reason, hint="task=span_corruption, or another model.name")
+        raise _refusal(architecture, head, reason, hint="task=span_corruption, or another model.name")
     with torch.random.fork_rng(devices=[]):
         try:
             model = _make_small(architecture, head)
-            if not (is_encoder := reads_ahead(model)) and head is Head.none:
+            is_encoder = reads_ahead(model)
+            if head is Head.none and not is_encoder:
                 return False
             difference = _differ_by_padding(model)
             unused = count_unused_positions(model)
@@ -117,14 +125,14 @@ def check_reads_texts(architecture: PreTrainedConfig, *, head: Head, longest: in
             reason = f"a small model cannot read texts: {first_line(error)}"
             if architecture.is_encoder_decoder:
                 reason = "this is an encoder-decoder, which reads a text only beside a target"
-            raise _refuse(architecture, head, reason) from error
-    # So that a difference that is not a number is refused, too.
+            raise _refusal(architecture, head, reason) from error
+    # `not <=` is true of NaN, too.
     if not difference <= BOUND:
         reason = f"a text says something else beside longer ones: a small model differs by {difference:.0e}"
-        raise _refuse(architecture, head, reason)
+        raise _refusal(architecture, head, reason)
     if has_statistics:
         # With other ranks or micro batches a process reads other rows, and would save other statistics.
-        raise _refuse(architecture, head, "in training this type saves statistics of what a process reads")
+        raise _refusal(architecture, head, "in training this type saves statistics of what a process reads")
     limit = most_positions(architecture)
     if unused and limit is not None and longest > limit - unused:
         raise ConfigError(
@@ -137,7 +145,7 @@ def check_reads_texts(architecture: PreTrainedConfig, *, head: Head, longest: in
     return is_encoder
 
 
-def _refuse(
+def _refusal(
     architecture: PreTrainedConfig,
     head: Head,
     reason: str,
@@ -145,18 +153,16 @@ def _refuse(
     allowed: str | None = None,
     hint: str = "another model.name",
 ) -> ConfigError:
-    head_class = HEADS[head]
-    return ConfigError(
-        reason,
-        where="model.name, model.type",
-        found=f"{architecture.model_type}, as a {head_class.kind}",
-        allowed=allowed
-        or f"a type of {head_class.auto.__name__} that reads token ids, such as bert, modernbert, qwen3",
-        hint=hint,
-    )
+    """Make the error about a type that cannot be trained with this head."""
+    classes = HEADS[head]
+    if allowed is None:
+        allowed = f"a type of {classes.auto.__name__} that reads token ids, such as bert, modernbert, qwen3"
+    found = f"{architecture.model_type}, as a {classes.kind}"
+    return ConfigError(reason, where="model.name, model.type", found=found, allowed=allowed, hint=hint)
 
 
 def _make_small(architecture: PreTrainedConfig, head: Head) -> PreTrainedModel:
+    """Make a small model of this architecture on the CPU, with a token for padding."""
     small = shrink(architecture)
     # The code of a type that transformers does not have is found by this name.
     small.name_or_path = architecture.name_or_path
@@ -169,12 +175,15 @@ def _make_small(architecture: PreTrainedConfig, head: Head) -> PreTrainedModel:
 
 @torch.no_grad()
 def _differ_by_padding(model: PreTrainedModel) -> float:
-    """Give the largest difference between what the model says of a text alone and in a row that is filled up."""
+    """Give the largest difference of outputs between a text alone and a text in a row that is filled up.
+
+    It is relative to the largest element of all outputs.
+    """
     padding = model.config.get_text_config().pad_token_id
     ids = torch.full((len(_LENGTHS), max(_LENGTHS)), padding)
     mask = torch.zeros_like(ids)
     for row, length in enumerate(_LENGTHS):
-        ids[row, :length], mask[row, :length] = _ids(model, length), 1
+        ids[row, :length], mask[row, :length] = _text_ids(model, length), 1
     together: torch.Tensor = model(input_ids=ids, attention_mask=mask)[0]
     differences, largest = [], 0.0
     for row, length in enumerate(_LENGTHS):
@@ -190,21 +199,24 @@ def _differ_by_padding(model: PreTrainedModel) -> float:
 
 @torch.no_grad()
 def _keeps_statistics(model: PreTrainedModel) -> bool:
-    """Whether a forward in training changes what is saved, as that of activations' ranges or of batch norms does."""
+    """Whether a forward in training changes tensors that are saved, such as the statistics of batch norms."""
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     model.train()
-    model(input_ids=_ids(model, max(_LENGTHS))[None])
+    model(input_ids=_text_ids(model, max(_LENGTHS))[None])
     model.eval()
     return any(not torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
 
 
-def _ids(model: PreTrainedModel, length: int) -> torch.Tensor:
+def _text_ids(model: PreTrainedModel, length: int) -> torch.Tensor:
     """Make the token ids of a text, [length]; it ends as the model's texts do."""
-    vocab_size: int = model.config.get_text_config().vocab_size
-    ids = _FIRST_ID + 1 + (torch.arange(length) * 7) % (min(vocab_size, 100) - _FIRST_ID - 1)
+    text_config = model.config.get_text_config()
+    lowest = _FIRST_ID + 1
+    num_ids = min(text_config.vocab_size, 100) - lowest
+    # Steps of 7, so that neighbours differ by more than 1.
+    ids = lowest + (torch.arange(length) * 7) % num_ids
     # Configs of some types have no such field.
-    end = getattr(model.config.get_text_config(), "eos_token_id", None)
-    if isinstance(end, int) and end != model.config.get_text_config().pad_token_id:
-        # Some classes take the state of this token for that of the text.
+    end = getattr(text_config, "eos_token_id", None)
+    if isinstance(end, int) and end != text_config.pad_token_id:
+        # A class may take the state of the end token as that of the whole text.
         ids[-1] = end
     return ids

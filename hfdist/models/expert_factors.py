@@ -1,8 +1,10 @@
-"""LoRA by its factors and in few tensors: of stacked experts, of single matrices, of linear layers.
+"""Lets PEFT's LoRA layers compute by their factors, with less memory: of experts, single matrices and linear layers.
 
-PEFT adds B A to all matrices of a stack in each forward, and its backward makes the gradient of the whole stack: here
-are two narrow grouped products. Of a linear layer, PEFT makes a tensor as large as its output to scale it. The layers
-stay PEFT's own: their weights, names, merging and files do not change.
+    PEFT, beside a stack W      y = x (W + scale B A)'            B A and its gradient are as large as the stack
+    here                        y = x W' + scale (x A') B'        two narrow products more
+
+Of a linear layer, PEFT makes one more tensor as large as its output, to scale it. The layers stay PEFT's own: their
+weights, names, merging and files do not change.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ def use_factors(model: PreTrainedModel) -> None:
         model: a model with its adapter, whole or a stage of one.
     """
     for layer in model.modules():
-        # Subclasses without state of their own: PEFT still knows the layers as its own.
+        # The class is changed in place, and not the layer: PEFT and saved names still find its own layer there. The new
+        # classes are subclasses without attributes of their own.
         if type(layer) is Linear:
             layer.__class__ = _AddingLinear
         if not isinstance(layer, ParamWrapper):
@@ -41,10 +44,10 @@ def use_factors(model: PreTrainedModel) -> None:
 
 
 class _Factored(ParamWrapper):
-    """PEFT's layer, without the sum of the weight and its change."""
+    """PEFT's layer for single parameters, without the sum of the weight and its change."""
 
     def _factors(self) -> Factors | None:
-        """Give the factors of the one active adapter; None: none is, or it is merged already, or there are several."""
+        """Give the factors of the one active adapter; None: none is active, several are, or one is merged already."""
         names = [name for name in self.active_adapters if name in self.lora_A]
         if self.disable_adapters or self.merged or len(names) != 1:
             return None
@@ -64,8 +67,10 @@ class _Factored(ParamWrapper):
 
 
 class _FactoredStack(_Factored):
+    """LoRA beside a stack of experts: the module of experts adds it in its own products."""
+
     def _factors(self) -> Factors | None:
-        # Any other way to compute experts would leave LoRA out.
+        # A way to compute experts other than this package's products would leave LoRA out.
         experts: Any = self.get_base_layer()
         return super()._factors() if experts.config._experts_implementation == NAME else None
 
@@ -75,6 +80,8 @@ class _FactoredStack(_Factored):
 
 
 class _FactoredLinear(_Factored):
+    """LoRA beside the weight of a linear layer that has been named as a parameter."""
+
     def _add(self, factors: Factors, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         product = self.base_layer(x, *args, **kwargs)
         narrow = functional.linear(x.to(factors.inner.dtype), factors.inner[0])
@@ -83,7 +90,7 @@ class _FactoredLinear(_Factored):
 
 
 class _AddingLinear(Linear):
-    """PEFT's layer, which scales what LoRA gives while it adds it."""
+    """PEFT's linear layer, which scales LoRA's output while it adds it."""
 
     def forward(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         names = [name for name in self.active_adapters if name in self.lora_A]

@@ -1,4 +1,4 @@
-"""Experts of a mixture: how many a block has and a token meets, by a config; and their parameters, by their names."""
+"""Reads a mixture of experts off configs and names: numbers of experts, and which parameters belong to them."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ _CHOSEN = ("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe
 
 
 def is_of_experts(name: str) -> bool:
-    """Whether a parameter is of routed experts, by its name, as classes of transformers have it."""
+    """Whether a parameter belongs to routed experts, by its name in transformers' classes."""
     return ".experts." in name
 
 
 def mixture_of(name: str) -> str:
-    """Give the name of the mixture that holds experts, by the name of what is in them."""
+    """Give the name of a mixture by the name of its experts, or of a parameter in them: the part before `.experts`."""
     return name.partition(".experts")[0]
 
 
@@ -35,9 +35,9 @@ def num_chosen_experts(config: PreTrainedConfig) -> int:
 
 
 def _of_ffn(config: PreTrainedConfig) -> PreTrainedConfig:
-    """Give the config of dbrx's feed-forward layers, which has the experts; others have none of their own."""
-    own: object = getattr(config, "ffn_config", None)
-    return own if isinstance(own, PreTrainedConfig) else config
+    """Give the config that counts the experts: dbrx's of its feed-forward layers; of other types the config itself."""
+    ffn_config: object = getattr(config, "ffn_config", None)
+    return ffn_config if isinstance(ffn_config, PreTrainedConfig) else config
 
 
 def num_active(
@@ -45,18 +45,21 @@ def num_active(
     config: PreTrainedConfig,
     numel: Callable[[torch.Tensor], int] = torch.numel,
 ) -> float:
-    """Count the elements that one token meets: of routed experts only those of the chosen ones.
+    """Count the elements of parameters that one token meets: of routed experts, the share that a router chooses.
 
     Args:
-        parameters: names and parameters.
+        parameters: names and parameters of a model.
         config: config of the text model.
         numel: gives the number of elements of a whole parameter.
+
+    Returns:
+        The number of elements; it may be no whole number, as a share of experts counts.
     """
-    every, chosen = num_experts(config), num_chosen_experts(config)
+    all_experts, chosen = num_experts(config), num_chosen_experts(config)
     # Some of LongCat's have no weights: a token that chooses them meets fewer.
-    share = chosen / (every + first_number(config, ("zero_expert_num",))) if every and chosen else 1.0
+    share = chosen / (all_experts + first_number(config, ("zero_expert_num",))) if all_experts and chosen else 1.0
     return sum(
-        numel(parameter) * (share if is_of_experts(name) or _are_stacked(parameter, every) else 1)
+        numel(parameter) * (share if is_of_experts(name) or _are_stacked(parameter, all_experts) else 1)
         for name, parameter in parameters
     )
 
@@ -71,7 +74,7 @@ def _are_stacked(parameter: torch.Tensor, number: int) -> bool:
 def first_number(config: PreTrainedConfig, names: Iterable[str]) -> int:
     """Give the first of these fields that is a whole number; 0: none is."""
     for name in names:
-        # transformers raises it for what differs by block.
+        # transformers raises RuntimeError for a field that differs by block.
         with suppress(RuntimeError):
             value = getattr(config, name, None)
             if isinstance(value, int) and not isinstance(value, bool):

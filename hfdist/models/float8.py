@@ -1,7 +1,7 @@
-"""`train.precision=fp8`: products of the blocks' linear layers in float8, by torchao.
+"""Lets the linear layers of blocks multiply in float8, by torchao: `train.precision=fp8`.
 
-Each token has scales of its own, and the weights' gradients, which sum over tokens, are left to bfloat16: so no number
-depends on which sequences share a micro batch, and so on the layout.
+Each token has scales of its own, and the weights' gradients, which sum over tokens, are left to bfloat16. So no number
+depends on which sequences share a micro batch, and none on the layout.
 """
 
 from __future__ import annotations
@@ -20,27 +20,27 @@ from hfdist.models.experts import num_experts
 logger = logging.getLogger(__name__)
 
 _MULTIPLE = 16
-"""Both sizes of a matrix that float8 kernels take are multiples of this."""
+"""Float8 kernels take matrices of which both sizes are multiples of this."""
 
 
 def use_float8(model: PreTrainedModel) -> None:
-    """Let the linear layers of the blocks multiply in float8, in place: parameters stay, with their names and types.
+    """Let the linear layers of a model's blocks multiply in float8, in place: parameters keep their names and types.
 
     The head, embeddings, routers, experts that are one tensor, and layers of other sizes are left to autocast. Without
     a GPU float8 is emulated.
 
     Raises:
-        ResourceError: the GPU has no float8.
-        ConfigError: no layer fits.
+        ResourceError: the GPU has no float8 arithmetic.
+        ConfigError: no layer of the blocks has sizes that float8 kernels take.
     """
-    # Optional, and slow to import.
+    # torchao is optional, and slow to import.
     from torchao.float8 import Float8LinearConfig, Float8LinearRecipeName, convert_to_float8_training
 
     emulates = not torch.cuda.is_available()
     if not emulates:
         _check_device()
     text = model.config.get_text_config()
-    # A choice of experts is all or nothing, and coarse numbers would change it.
+    # A router is left out: its choice of experts is all or nothing, and coarse numbers would change it.
     routed = num_experts(text)
 
     def fits(module: nn.Module, _: str) -> bool:
@@ -49,7 +49,7 @@ def use_float8(model: PreTrainedModel) -> None:
             return False
         return module.in_features % _MULTIPLE == module.out_features % _MULTIPLE == 0
 
-    blocks = [part for parts in find_block_parts(model) for part in parts]
+    blocks = [part for block in find_block_parts(model) for part in block]
 
     def list_layers() -> set[nn.Module]:
         return {module for block in blocks for module in block.modules() if isinstance(module, nn.Linear)}
@@ -72,11 +72,15 @@ def use_float8(model: PreTrainedModel) -> None:
 
 
 def _autocast(_: nn.Module, inputs: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor, ...]:
-    # torchao's layers look at a GPU's autocast only.
-    return tuple(x.to(torch.get_autocast_dtype("cpu")) for x in inputs) if torch.is_autocast_enabled("cpu") else inputs
+    """Give the inputs of a layer in the type of the CPU's autocast: torchao's layers look at a GPU's autocast only."""
+    if not torch.is_autocast_enabled("cpu"):
+        return inputs
+    dtype = torch.get_autocast_dtype("cpu")
+    return tuple(tensor.to(dtype) for tensor in inputs)
 
 
 def _check_device() -> None:
+    """Refuse a GPU without float8 arithmetic."""
     from torchao.utils import is_MI300, is_MI350, is_sm_at_least_89
 
     if not (is_sm_at_least_89() or is_MI300() or is_MI350()):

@@ -1,4 +1,4 @@
-"""Floating-point operations of training, by one documented formula, and the peak for MFU."""
+"""Counts the floating-point operations of training by one documented formula, and gives devices' peaks for MFU."""
 
 from __future__ import annotations
 
@@ -14,19 +14,20 @@ from hfdist.models.embeddings import input_embeddings
 from hfdist.models.experts import first_number, num_active
 
 Numel = Callable[[torch.Tensor], int]
-"""Gives the number of elements of a whole parameter."""
+"""Takes a parameter, of which a rank may hold a part, and gives the number of elements of the whole one."""
 HIDDEN_SIZES = ("hidden_size", "n_embd", "d_model")
 """What configs call the width of hidden states."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelSize:
-    """Parameters of a whole model, also where a rank holds a part of it."""
+    """Numbers of parameters of a whole model, also where a rank holds a part of it."""
 
     num_parameters: int
-    """Tied ones once."""
+    """Number of all parameters; tied ones count once."""
     num_multiplying: float
-    """Number of parameters that multiply a token: of experts the chosen ones; no embedding that is only looked up."""
+    """Number of parameters that multiply a token, without an embedding that is only looked up. Of experts, the share
+    that a router chooses counts, so it may be no whole number."""
     num_trained: int
     """Number of parameters that are not frozen."""
     num_of_source: float = 0.0
@@ -42,7 +43,7 @@ def measure_size(model: PreTrainedModel, numel: Numel = torch.numel) -> ModelSiz
     """Count the parameters of a model.
 
     Args:
-        model: all modules; a rank may hold a part of each parameter.
+        model: a model with all its modules; a rank may hold a part of each parameter.
         numel: gives the number of elements of the whole parameter, also where a rank holds a part.
     """
     total = num_parameters(model, numel)
@@ -73,7 +74,7 @@ def _count_of_source(model: PreTrainedModel, embedding: torch.Tensor | None, num
 
 
 def flops_per_token(config: PreTrainedConfig, size: ModelSize, sequence_length: int, target_length: int = 0) -> float:
-    """Forward and backward operations of one token:
+    """Give the floating-point operations of the forward and backward of one token:
 
         4 * N + 2 * M + 12 * L * H * T
 
@@ -109,27 +110,32 @@ def _flops_of_pair(config: PreTrainedConfig, size: ModelSize, source: int, targe
 
 
 def attention_width(block: PreTrainedConfig) -> int:
-    """Give attention heads times head size, by the config of a block or of a text model; 0: it has no heads."""
+    """Give the number of attention heads times their size, by the config of a block or a text model; 0: no heads."""
     # `num_heads` does not count: some models without attention have it for their states.
     num_heads = first_number(block, ("num_attention_heads", "n_head"))
     if num_heads == 0:
         return 0
-    return num_heads * (first_number(block, ("head_dim",)) or first_number(block, HIDDEN_SIZES) // num_heads)
+    head_size = first_number(block, ("head_dim",)) or first_number(block, HIDDEN_SIZES) // num_heads
+    return num_heads * head_size
 
 
 def peak_flops(device: torch.device) -> float | None:
-    """Give the peak operations a second of a device in bf16; None: it is not known, as of a CPU."""
+    """Give a device's peak of operations a second in bf16; None: it is not known, as for a CPU."""
     return find_peak_flops(torch.cuda.get_device_name(device)) if device.type == "cuda" else None
 
 
 def find_peak_flops(name: str) -> float | None:
-    """Give the peak of a device by torch's name, such as `NVIDIA H100 80GB HBM3`; None: it is not known, or a part."""
+    """Give the peak of operations a second in bf16, by torch's name of a device, such as `NVIDIA H100 80GB HBM3`.
+
+    Returns:
+        None: the device is not known, or is a part of a GPU.
+    """
     hardware = match_device(name)
     return None if hardware is None else hardware.half_flops
 
 
 def num_parameters(model: torch.nn.Module, numel: Numel = torch.numel) -> int:
-    """Give the number of parameters, tied ones once."""
+    """Give the number of elements of all parameters; tied ones count once."""
     return sum(map(numel, model.parameters()))
 
 
@@ -139,5 +145,5 @@ def num_bytes(model: torch.nn.Module, numel: Numel = torch.numel) -> int:
 
 
 def num_trained(model: torch.nn.Module, numel: Numel = torch.numel) -> int:
-    """Give the number of parameters that are not frozen."""
+    """Give the number of elements of the parameters that are not frozen; tied ones count once."""
     return sum(numel(parameter) for parameter in model.parameters() if parameter.requires_grad)

@@ -1,4 +1,4 @@
-"""A second model, which is not trained: its folder is checked early, and read once a rank needs it."""
+"""A second model that is not trained, such as a teacher: its folder is checked early, and read when a rank needs it."""
 
 from __future__ import annotations
 
@@ -21,21 +21,24 @@ from hfdist.models.tokenizer import as_tokenizer
 logger = logging.getLogger(__name__)
 
 SAFELY: dict[str, bool] = {"use_safetensors": True, "trust_remote_code": False}
-"""Arguments with which transformers runs no code of somebody else's."""
+"""Arguments of `from_pretrained` with which transformers runs no code of somebody else."""
 _SINGLE, _INDEX = "model.safetensors", "model.safetensors.index.json"
 """Names of a model's weights, in one file or several."""
 _END_BYTES = 2**20
-"""Training changes each tensor, so the ends of a file tell its weights from others."""
+"""Bytes of either end of a file that go into a fingerprint: training changes each tensor, so both ends change."""
 
 
 def find_frozen(path: str, *, where: str, allowed: str, hint: str) -> PreTrainedConfig:
-    """Give the config of a model in a folder; ConfigError: the folder holds none in safetensors.
+    """Find a model in a folder, and give its config. No weight is read.
 
     Args:
         path: the folder.
-        where: the key that names it.
-        allowed: what the folder should hold.
-        hint: an override that works.
+        where: the key that names the folder, for messages.
+        allowed: what the folder should hold, for messages.
+        hint: an override that works, for messages.
+
+    Raises:
+        ConfigError: the folder holds no model in safetensors, or a config that cannot be read.
     """
     folder = expand_user(path)
     # Methods of Path would raise an OSError for a name that is too long.
@@ -52,7 +55,10 @@ def find_frozen(path: str, *, where: str, allowed: str, hint: str) -> PreTrained
 
 
 def fingerprint(path: str) -> str:
-    """Give a digest that changes when the weights in a folder are others: of the size and both ends of each file."""
+    """Give a digest of the weights in a folder, by the name, the size and both ends of each file.
+
+    It is in hexadecimal, and changes when the folder gets other weights.
+    """
     digest = hashlib.blake2b(digest_size=8)
     for file in sorted(expand_user(path).glob("*.safetensors")):
         num_bytes = file.stat().st_size
@@ -65,7 +71,11 @@ def fingerprint(path: str) -> str:
 
 
 def read_tokenizer(path: str, *, where: str) -> PreTrainedTokenizerBase:
-    """Read the tokenizer in the folder of a model; ConfigError: it holds none."""
+    """Read the tokenizer in the folder of a model.
+
+    Raises:
+        ConfigError: the folder at `path`, which the key `where` names, holds none.
+    """
     with reading_from_hub(where, path):
         return as_tokenizer(AutoTokenizer.from_pretrained(expand_user(path), trust_remote_code=False))
 
@@ -79,18 +89,25 @@ def read_frozen(
     arguments: Arguments,
     shard: Callable[[PreTrainedModel], None] | None = None,
 ) -> PreTrainedModel:
-    """Read a whole model for evaluations alone, in the run's precision, on its device.
+    """Read a model that only runs forward, in the run's precision, and move it to the run's device.
 
     Args:
-        auto_class: one of transformers'.
+        auto_class: one of transformers' Auto classes.
         path: the folder.
-        where: the key that names it.
-        layout: layout in which the run trains another model.
+        where: the key that names the folder, for messages.
+        layout: layout in which the run trains its own model.
         arguments: arguments of the run.
-        shard: leaves this rank's part of the model, in place; None: it stays whole.
+        shard: reduces the model to this rank's part, in place; None: it stays whole.
+
+    Raises:
+        ConfigError: the folder cannot be read.
     """
-    dtype = torch.bfloat16 if arguments.bf16 else torch.float16 if arguments.fp16 else torch.float32
-    # A large one takes minutes, within a step or an evaluation.
+    dtype = torch.float32
+    if arguments.bf16:
+        dtype = torch.bfloat16
+    elif arguments.fp16:
+        dtype = torch.float16
+    # This may come in the middle of a step or an evaluation, and takes minutes for a large model.
     logger.info("%s: reading %s", where, path)
     with reading_from_hub(where, path), layout.without_partitioning(arguments):
         model: Any = auto_class.from_pretrained(expand_user(path), dtype=dtype, **SAFELY)

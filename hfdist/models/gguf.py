@@ -1,4 +1,4 @@
-"""A GGUF file converted to a model's folder, once on a machine."""
+"""Converts a GGUF file to a model's folder in the cache, once on a machine."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from hfdist.models.once import make_once
 logger = logging.getLogger(__name__)
 
 _FORMAT = 2
-"""Version of converted folders; to be counted up when `_write` writes others."""
+"""Version of converted folders, to be raised when `_write` writes other contents."""
 _SAMPLE_BYTES = 1 << 20
 """Bytes of both ends of a file by which it is known again."""
 
 
 def convert_gguf(file: Path, cache_dir: Path, *, key: str) -> Path:
-    """Give the folder with the file's weights in float32, its config and its tokenizer; made unless it is there.
+    """Give a folder with the file's weights in float32, its config and its tokenizer; it is made if it is not there.
 
     The weights are converted whole, in one process of a machine, while the others wait: about six bytes of memory a
     parameter for its time, and 4 bytes of disk a parameter for good. Afterwards each process maps the folder, and reads
@@ -34,8 +34,11 @@ def convert_gguf(file: Path, cache_dir: Path, *, key: str) -> Path:
 
     Args:
         file: a GGUF file of an architecture that transformers can read.
-        cache_dir: shared by all processes of the machine.
-        key: the config key that names it, for messages.
+        cache_dir: folder of converted files, which all processes of the machine share.
+        key: the config key that names the file, for messages.
+
+    Returns:
+        The folder, which `from_pretrained` reads.
 
     Raises:
         ConfigError: the package `gguf` is missing, or the file is damaged or of a kind that transformers cannot read.
@@ -48,10 +51,10 @@ def convert_gguf(file: Path, cache_dir: Path, *, key: str) -> Path:
     if re.search(r"-\d{5}-of-(?!00001)\d{5}\.gguf$", file.name):
         hint = "merge them first: llama-gguf-split --merge FIRST_PART MERGED.gguf"
         raise ConfigError("this is a part of a split file", where=key, found=file, hint=hint)
-    # Another version of transformers reads the file anew.
+    # Another version of transformers may read the file otherwise, so it gets a folder of its own.
     status = file.stat()
-    words = f"{_FORMAT} {transformers.__version__} {status.st_size} {status.st_mtime_ns}"
-    digest = hashlib.blake2b(words.encode(), digest_size=12)
+    identity = f"{_FORMAT} {transformers.__version__} {status.st_size} {status.st_mtime_ns}"
+    digest = hashlib.blake2b(identity.encode(), digest_size=12)
     with file.open("rb") as content:
         digest.update(content.read(_SAMPLE_BYTES))
         content.seek(max(0, status.st_size - _SAMPLE_BYTES))
@@ -60,7 +63,7 @@ def convert_gguf(file: Path, cache_dir: Path, *, key: str) -> Path:
 
     def write(temporary: Path) -> None:
         logger.info("converting %s to safetensors in float32, once", file)
-        # transformers does not read all of it: how spaces before digits are split, for one.
+        # transformers does not read all of a tokenizer from GGUF: not how spaces before digits are split, for one.
         logger.info("its tokenizer is rebuilt; model.tokenizer.name=ID of the original takes the exact one")
         limits = _limits(status.st_size)
         do_apart(lambda: _write(file, temporary, key), where=key, found=file, limits=limits)
@@ -69,9 +72,10 @@ def convert_gguf(file: Path, cache_dir: Path, *, key: str) -> Path:
 
 
 def _limits(num_bytes: int) -> Limits:
-    """Limits to convert a GGUF file, which has two bits a parameter or more.
+    """Give the limits of the process that converts a GGUF file of so many bytes.
 
-    Each byte of the file takes up to 24 bytes of memory. More is allowed, and CPU time is as generous.
+    With two bits a parameter, the least there is, each byte of the file takes up to 24 bytes of memory: 32 are allowed,
+    and a second of CPU time for each megabyte.
     """
     return Limits(
         cpu_seconds=120 + num_bytes // 10**6,
@@ -81,18 +85,18 @@ def _limits(num_bytes: int) -> Limits:
 
 
 def _write(file: Path, folder: Path, key: str) -> None:
+    """Convert the file into an empty folder."""
     with reading_from_hub(key, str(file)):
         tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
         loaded: Any = AutoModelForCausalLM.from_pretrained(
             file.parent, gguf_file=file.name, dtype="float32", output_loading_info=True
         )
     model, found = loaded
-    # The weights are no longer quantized, and are not saved as long as the model says so.
+    # The weights are no longer quantized; transformers would not save them while the model says that they are.
     model.config.__dict__.pop("quantization_config", None)
     del model.hf_quantizer
     tokenizer.save_pretrained(folder)
-    # Weights that the file lacks are random here: whether that may be is asked where the folder is read.
+    # Weights that the file lacks are random here, and are left out: whoever reads the folder finds them missing.
     missing = found["missing_keys"]
-    model.save_pretrained(
-        folder, state_dict={name: value for name, value in model.state_dict().items() if name not in missing}
-    )
+    weights = {name: value for name, value in model.state_dict().items() if name not in missing}
+    model.save_pretrained(folder, state_dict=weights)

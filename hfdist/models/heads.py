@@ -1,4 +1,4 @@
-"""What a model gives at its end, and transformers' class of such models for each type."""
+"""Transformers' classes of models by the head at their end, such as one that predicts tokens or labels."""
 
 from __future__ import annotations
 
@@ -38,18 +38,18 @@ from hfdist.models.image_text import may_read_images
 
 
 class HeadClass(NamedTuple):
-    """The classes of models that end alike."""
+    """Transformers' classes of models with one kind of head."""
 
     auto: Any
-    """transformers' class that makes and opens them."""
+    """The Auto class that makes and opens such models."""
     by_config: Any
-    """The class of a model, by the class of its config."""
+    """The class of a model, or several classes, by the class of its config."""
     by_type: Mapping[str, Any]
-    """The name of that class, by the type's name."""
+    """The name of a model's class, or several names, by the model's type."""
     kind: str
-    """What such a model is called."""
+    """What such a model is called in messages."""
     examples: str = "llama, gpt2, qwen3"
-    """Types of such models, for messages."""
+    """Some types of such models, for messages."""
 
 
 _SEQUENCES = (
@@ -57,6 +57,7 @@ _SEQUENCES = (
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING,
     MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
 )
+"""The classes of two kinds of head: scores and labels of a sequence."""
 HEADS: Mapping[Head, HeadClass] = MappingProxyType(
     {
         Head.tokens: HeadClass(
@@ -97,19 +98,19 @@ IMAGE_TEXT = HeadClass(
     "model of image and text",
     "llava, qwen2_5_vl, gemma3",
 )
-"""They end as `Head.tokens`."""
+"""The classes of models of image and text, which have the head `Head.tokens`, too."""
 
 
 def head_class(head: Head, architecture: PreTrainedConfig) -> HeadClass:
-    """Give the classes of models of a config that end so."""
+    """Give the classes of models with this head for a config: those of image and text, where its type reads images."""
     return IMAGE_TEXT if head is Head.tokens and may_read_images(architecture) else HEADS[head]
 
 
 def has_class(head: Head, architecture: PreTrainedConfig) -> bool:
-    """Whether transformers has a model of a config that ends so."""
+    """Whether transformers has a model with this head for a config."""
     return architecture.model_type in HEADS[head].by_type or head_class(head, architecture) is IMAGE_TEXT
 
 
 def is_type(head: Head, kind: object) -> bool:
-    """Whether transformers has a model of this type that ends so; one that writes text may read images, too."""
+    """Whether transformers has a model with this head for the type `kind`; one that writes text may read images."""
     return kind in HEADS[head].by_type or (head is Head.tokens and kind in IMAGE_TEXT.by_type)

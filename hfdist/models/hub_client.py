@@ -1,4 +1,8 @@
-"""Requests to the Hub: tried again where that may help, for a bounded time, then one clear message."""
+"""Asks the Hub: tries again where that may help, for a bounded time, and says what went wrong in one message.
+
+The chain of causes of a failure decides. What may pass is tried up to ATTEMPTS times in all; what does not becomes a
+ConfigError or a ResourceError at once.
+"""
 
 from __future__ import annotations
 
@@ -42,9 +46,9 @@ LOG_IN = "`hf auth login`, or HF_TOKEN"
 ATTEMPTS = 3
 """How often the Hub is asked. huggingface_hub itself asks some things six times."""
 FIRST_WAIT_SECONDS = 1.0
-"""Doubles each time, give or take a half."""
+"""The wait before the second attempt; later ones are twice as long each, give or take a half."""
 LONGEST_WAIT_SECONDS = 120.0
-"""A longer wait, which the Hub may ask for after too many requests, is not waited for: the message says how long."""
+"""The longest wait that the Hub may ask for after too many requests; of a longer one, an error says how long it is."""
 _TEMPORARY = (408, 425, 429, 500, 502, 503, 504)
 """HTTP codes of failures that may pass."""
 # What huggingface_hub and transformers raise for what goes wrong outside of them. RuntimeError: a failed upload of a
@@ -53,7 +57,7 @@ _FAILURES = (OSError, ValueError, ImportError, RuntimeError, SafetensorError, Hf
 
 
 _SESSION_LOCK = threading.RLock()
-"""Held while the waits of the client are bounded: the whole process has one."""
+"""Held while the waits of huggingface_hub's client are bounded: threads of a process share the client."""
 
 
 class DamagedError(Exception):
@@ -69,16 +73,20 @@ class _WaitError(Exception):
 
 
 def ask_hub(action: Callable[[], T], *, key: str, name: str) -> T:
-    """Call `action`, and again where the failure may pass.
+    """Call `action`, and call it again where the failure may pass.
 
     Args:
         action: calls huggingface_hub.
         key: the config key that names the repository, for messages.
-        name: the repository, or what else stands in `key`.
+        name: the value of `key`: a repository, a folder or a file.
+
+    Returns:
+        What `action` returns.
 
     Raises:
-        ConfigError: what does not pass: no such repository or revision, no access, no token.
-        ResourceError: what may: the Hub is not reached, is busy or fails, a cut or damaged download, a full disk.
+        ConfigError: a failure that does not pass: no such repository or revision, no access, no token.
+        ResourceError: a failure that may pass: the Hub is not reached, is busy or fails, a cut or damaged download, a
+            full disk.
     """
     for attempt in itertools.count(1):
         try:
@@ -94,9 +102,8 @@ def ask_hub(action: Callable[[], T], *, key: str, name: str) -> T:
             if not _may_pass(chain) or attempt >= ATTEMPTS:
                 raise explained from error
             answer = _first(chain, HfHubHTTPError)
-            wait_seconds: float | None = None if answer is None else _wait_in(answer.response)
-        if wait_seconds is None:
-            wait_seconds = seconds_before_retry(attempt, FIRST_WAIT_SECONDS)
+            asked_seconds = None if answer is None else _asked_wait(answer.response)
+        wait_seconds = seconds_before_retry(attempt, FIRST_WAIT_SECONDS) if asked_seconds is None else asked_seconds
         logger.warning("%s: %s; attempt %d of %d", redact(name), explained.what, attempt + 1, ATTEMPTS)
         time.sleep(wait_seconds)
     raise AssertionError("the loop ends by return or raise")
@@ -104,7 +111,12 @@ def ask_hub(action: Callable[[], T], *, key: str, name: str) -> T:
 
 @contextmanager
 def reading_from_hub(key: str, name: str) -> Iterator[None]:
-    """Translate what transformers and huggingface_hub raise while they read `name`, given by config key `key`."""
+    """Turn what transformers and huggingface_hub raise in this context into a ConfigError or a ResourceError.
+
+    Args:
+        key: the config key that names what is read, for messages.
+        name: the value of `key`: a repository, a folder or a file.
+    """
     try:
         yield
     except (HfdistError, MemoryError):
@@ -115,24 +127,25 @@ def reading_from_hub(key: str, name: str) -> Iterator[None]:
 
 @contextmanager
 def _bounded_waits() -> Iterator[None]:
-    """Look at each answer: huggingface_hub waits as long as it is told to, and for some answers without end.
+    """Let no wait of huggingface_hub's client be longer than LONGEST_WAIT_SECONDS, in this context.
 
-    Other threads wait for the block to end.
+    The client itself waits as long as an answer asks for, and for some answers without end. The context is for one
+    thread at a time.
     """
 
-    def look(response: Any) -> None:
-        seconds = _wait_in(response)
+    def refuse_long_wait(response: Any) -> None:
+        seconds = _asked_wait(response)
         if response.status_code in _TEMPORARY and seconds is not None and seconds > LONGEST_WAIT_SECONDS:
             raise _WaitError(seconds)
 
     def bound(session: Any) -> Any:
-        changed.append((session, session.event_hooks, session.timeout))
-        session.event_hooks = {**session.event_hooks, "response": [*session.event_hooks["response"], look]}
-        # The client itself would wait without end for an answer.
+        changed.append(_Changed(session, session.event_hooks, session.timeout))
+        hooks = [*session.event_hooks["response"], refuse_long_wait]
+        session.event_hooks = {**session.event_hooks, "response": hooks}
         session.timeout = LONGEST_WAIT_SECONDS
         return session
 
-    changed: list[tuple[Any, Any, Any]] = []
+    changed: list[_Changed] = []
     with _SESSION_LOCK:
         bound(get_session())
         # After a failed connection huggingface_hub makes another client, by a factory that is private.
@@ -142,11 +155,21 @@ def _bounded_waits() -> Iterator[None]:
             yield
         finally:
             _http._GLOBAL_CLIENT_FACTORY = make
-            for session, hooks, timeout in changed:
-                session.event_hooks, session.timeout = hooks, timeout
+            for client, hooks, timeout in changed:
+                client.event_hooks, client.timeout = hooks, timeout
 
 
-def _wait_in(response: Any) -> int | None:
+class _Changed(NamedTuple):
+    """A client of huggingface_hub whose waits are bounded, with what it had before."""
+
+    client: Any
+    """An `httpx.Client`, in the huggingface_hub that this file is written for."""
+    hooks: Any
+    timeout: Any
+
+
+def _asked_wait(response: Any) -> int | None:
+    """Give the seconds for which an answer of the Hub asks to wait; None: it asks for none."""
     limit = parse_ratelimit_headers(response.headers)
     if response.status_code == 429 and limit is not None and limit.remaining == 0:
         return limit.reset_in_seconds
@@ -155,14 +178,17 @@ def _wait_in(response: Any) -> int | None:
 
 
 def _first(chain: list[BaseException], kind: type[T]) -> T | None:
+    """Give the first exception of a class in a chain of causes; None: there is none."""
     return next((cause for cause in chain if isinstance(cause, kind)), None)
 
 
 def _is_network(error: BaseException) -> bool:
+    """Whether the network failed; huggingface_hub's offline mode is an error of the same family, but a choice."""
     return is_network(error) and not isinstance(error, OfflineModeIsEnabled)
 
 
 def _is_cut(error: BaseException) -> bool:
+    """Whether a download ended before the file did: huggingface_hub says so only by this text."""
     return isinstance(error, OSError) and "Consistency check failed" in str(error)
 
 
@@ -172,6 +198,7 @@ def _is_of_the_hub(chain: list[BaseException]) -> bool:
 
 
 def _may_pass(chain: list[BaseException]) -> bool:
+    """Whether another attempt may succeed."""
     if _first(chain, _WaitError) is not None or _first(chain, OfflineModeIsEnabled) is not None:
         return False
     answer = _first(chain, HfHubHTTPError)
@@ -181,19 +208,22 @@ def _may_pass(chain: list[BaseException]) -> bool:
 
 
 class _Reason(NamedTuple):
-    """Why the Hub gave nothing."""
+    """Why nothing could be read, as the parts of an error."""
 
     kind: type[HfdistError]
+    """ConfigError: another config would help; ResourceError: the machine, the network or the Hub is at fault."""
     what: str
     hint: str | None
 
 
 def _explained(chain: list[BaseException], key: str, name: str) -> HfdistError:
+    """Make the error about `key` from a chain of causes."""
     reason = _reason(chain)
     return reason.kind(reason.what, where=key, found=redact(name), hint=reason.hint)
 
 
 def _reason(chain: list[BaseException]) -> _Reason:
+    """Find the reason in a chain of causes: the disk, a wait, an answer of the Hub, a file, the network, or else."""
     full = next((error for error in chain if isinstance(error, OSError) and is_full_disk(error)), None)
     if full is not None:
         hint = f"free space in {full.filename or constants.HF_HUB_CACHE}, or set HF_HOME to a folder on a larger disk"
@@ -216,20 +246,21 @@ def _reason(chain: list[BaseException]) -> _Reason:
             ConfigError, "the Hub is switched off, and the files are not all in the local cache", FETCH_FIRST
         )
     if network is not None:
-        words = _redact_urls(str(network).splitlines()[0]) if str(network) else type(network).__name__
+        said = _redact_urls(str(network).splitlines()[0]) if str(network) else type(network).__name__
         hint = f"check the network and HF_ENDPOINT, or {FETCH_FIRST}"
         if "Connect" in type(network).__name__:
-            return _Reason(ResourceError, f"the Hub cannot be reached at {redact(constants.ENDPOINT)}: {words}", hint)
-        return _Reason(ResourceError, f"the connection to the Hub breaks off: {words}", hint)
+            return _Reason(ResourceError, f"the Hub cannot be reached at {redact(constants.ENDPOINT)}: {said}", hint)
+        return _Reason(ResourceError, f"the connection to the Hub breaks off: {said}", hint)
     return _reason_of_other(chain[-1])
 
 
 def _reason_of_answer(error: HfHubHTTPError) -> _Reason:
+    """Find the reason in an answer of the Hub that is an HTTP error."""
     status, told = error.response.status_code, error.response.headers.get("X-Error-Message", "")
     # Without a token, the Hub says "Invalid username or password" of a repository that is not there, or private.
     if status == 401 and get_token() and "invalid" in f"{told} {error.server_message or ''}".lower():
         return _Reason(ConfigError, "the Hub does not accept the token", f"{LOG_IN}; HF_TOKEN wins over the login")
-    # Gated is a kind of not found, so it comes first.
+    # GatedRepoError is a subclass of RepositoryNotFoundError, so it comes first.
     match error:
         case GatedRepoError():
             denied = ": your account has not been granted access" if get_token() else ", and no token is given"
@@ -262,6 +293,7 @@ def _reason_of_answer(error: HfHubHTTPError) -> _Reason:
 
 
 def _reason_of_other(error: BaseException) -> _Reason:
+    """Find the reason in what transformers or huggingface_hub says of a name or a file."""
     if isinstance(error, HFValidationError):
         hint = "OWNER/NAME as on its page, without the Hub's address; ./FOLDER for one here"
         return _Reason(ConfigError, "this is neither a Hub id nor a folder", hint)
@@ -270,8 +302,9 @@ def _reason_of_other(error: BaseException) -> _Reason:
     if "trust_remote_code" in str(error):
         hint = "a model type that transformers knows; model.trust_remote_code=true, once you have read that code"
         return _Reason(ConfigError, "the repository brings Python code of its own, which is not run", hint)
-    # transformers begins a list of problems with a line that says none.
-    first_line = " ".join(lines[:2] if lines and lines[0].endswith(":") else lines[:1])
+    # transformers begins a list of problems with a line that names none, and ends it with a colon.
+    is_list = bool(lines) and lines[0].endswith(":")
+    first_line = " ".join(lines[:2] if is_list else lines[:1])
     # The message of some exceptions is the name of a key, or empty: then the exception's class is said, too.
     is_plain = isinstance(error, _FAILURES) and first_line
     said = first_line if is_plain else f"{type(error).__name__}: {first_line}".rstrip(": ")

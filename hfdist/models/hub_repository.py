@@ -24,29 +24,42 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Snapshot:
-    """One commit."""
+    """One commit of a repository, and the names of its files."""
 
     commit: str
+    """The commit's hash."""
     names: set[str]
+    """Names of files, with their folders."""
     is_complete: bool
-    """Whether these are all files of the repository; else those in the local cache."""
+    """Whether these are all files of the commit; False: they are those in the local cache, and there may be more."""
 
 
 @dataclass(frozen=True)
 class Repository:
-    """Files of the repository `name`, which config key `key` gives."""
+    """A model's repository on the Hub, and its copy in the Hub's cache on this machine."""
 
     name: str
+    """The Hub id, `OWNER/NAME`."""
     key: str
+    """The config key that gives the name, for messages."""
     cache_dir: Path
+    """Folder for notes of which downloads were verified; all processes of the machine share it."""
 
     def resolve(self, revision: str | None) -> Snapshot:
-        """Ask the Hub for the commit and its files; where it does not answer, look into the cache."""
+        """Ask the Hub for the commit of a revision and its files; where it does not answer, look into the cache.
+
+        Args:
+            revision: a branch, a tag or a commit; None: the default branch.
+
+        Raises:
+            ConfigError: no such repository or revision, or no access.
+            ResourceError: the Hub does not answer, and nothing is in the cache.
+        """
 
         def action() -> Snapshot:
             if not is_offline_mode():
                 info = HfApi().model_info(self.name, revision=revision)
-                assert info.sha is not None
+                assert info.sha is not None  # the Hub gives the commit of each model
                 return Snapshot(info.sha, {file.rfilename for file in info.siblings or ()}, is_complete=True)
             cached = self._cached(revision)
             if cached is None:
@@ -67,7 +80,19 @@ class Repository:
         return snapshot
 
     def fetch(self, snapshot: Snapshot, names: list[str]) -> Path:
-        """Give the folder of the snapshot with these files in it, verified. One process of a machine at a time."""
+        """Download files of a snapshot that are not here, and verify them; processes of a machine take turns.
+
+        Args:
+            snapshot: the commit.
+            names: names of the files.
+
+        Returns:
+            The folder of the snapshot.
+
+        Raises:
+            ConfigError: the repository lacks a file, or access is denied.
+            ResourceError: the Hub does not answer, files come damaged again and again, or the disk is full.
+        """
         folder = self._storage / "snapshots" / snapshot.commit
         notes = self.cache_dir / "downloads"
         files = [folder / name for name in names]
@@ -86,9 +111,11 @@ class Repository:
 
     @property
     def _storage(self) -> Path:
+        """The repository's folder in the Hub's cache, as huggingface_hub lays it out: refs/, snapshots/, blobs/."""
         return Path(constants.HF_HUB_CACHE) / f"models--{self.name.replace('/', '--')}"
 
     def _cached(self, revision: str | None) -> Snapshot | None:
+        """Find a revision in the Hub's cache; None: it is not there."""
         ref = self._ref(revision)
         commit = ref.read_text(encoding="utf-8").strip() if ref.is_file() else revision or ""
         folder = self._storage / "snapshots" / commit
@@ -102,10 +129,14 @@ class Repository:
         return Snapshot(commit, {file.path for file in files}, is_complete=True)
 
     def _ref(self, revision: str | None) -> Path:
+        """Give the file of the cache that holds the commit of a branch or tag."""
         return self._storage / "refs" / (revision or constants.DEFAULT_REVISION)
 
     def _remember(self, revision: str | None, commit: str) -> None:
-        """Note what a branch or tag is, as huggingface_hub does when it is asked for one: offline it is looked up."""
+        """Note in the cache which commit a branch or tag is, for later starts offline.
+
+        huggingface_hub does so when it downloads a branch; here it is asked for a commit.
+        """
         ref = self._ref(revision)
         if revision == commit or (ref.is_file() and ref.read_text(encoding="utf-8") == commit):
             return
@@ -116,43 +147,48 @@ class Repository:
 
 
 def _verify_files(files: Iterable[Path], notes: Path) -> None:
-    """Hash the files that no earlier run has, and remove those that are damaged, so that they are fetched again.
+    """Hash the files that no earlier run has hashed, and remove damaged ones, so that they are fetched again.
 
-    huggingface_hub compares sizes alone.
+    huggingface_hub compares sizes only. Hashing gigabytes takes seconds, so a note is kept of each verified file.
 
     Args:
         files: files of a snapshot in the Hub's cache: links to files whose name is their hash.
-        notes: a folder for what is verified.
+        notes: a folder with a note for each verified file: named by its hash, with its size and time of change.
 
     Raises:
         DamagedError: some are damaged, and are removed now.
     """
 
-    def stamp(file: Path) -> tuple[Path, str]:
+    def note_of(file: Path) -> Path:
+        return notes / file.resolve().name
+
+    def stamp(file: Path) -> str:
         status = file.stat()
-        return notes / file.resolve().name, f"{status.st_size} {status.st_mtime_ns}"
+        return f"{status.st_size} {status.st_mtime_ns}"
 
     def is_verified(file: Path) -> bool:
-        note, text = stamp(file)
-        return note.is_file() and note.read_text(encoding="utf-8") == text
+        note = note_of(file)
+        return note.is_file() and note.read_text(encoding="utf-8") == stamp(file)
 
     unknown = [file for file in files if not is_verified(file)]
+    # Several threads, as hashlib lets others run while it hashes.
     with ThreadPoolExecutor(4) as pool:
-        damaged = [file for file, agrees in zip(unknown, pool.map(_agrees, unknown), strict=True) if not agrees]
+        damaged = [
+            file for file, is_whole in zip(unknown, pool.map(_has_its_hash, unknown), strict=True) if not is_whole
+        ]
     for file in unknown:
         if file in damaged:
             # Two names may lead to one content.
             file.resolve().unlink(missing_ok=True)
             file.unlink()
         else:
-            note, text = stamp(file)
-            note.write_text(text, encoding="utf-8")
+            note_of(file).write_text(stamp(file), encoding="utf-8")
     if damaged:
         raise DamagedError(f"{damaged[0].name} does not have the hash that the Hub says")
 
 
-def _agrees(file: Path) -> bool:
-    """Compare the content with the name: SHA-256 of large files, git's SHA-1 of small ones."""
+def _has_its_hash(file: Path) -> bool:
+    """Whether the content has the hash that is its name: SHA-256 for large files, git's SHA-1 for small ones."""
     blob = file.resolve()
     if re.fullmatch(r"[0-9a-f]{64}", blob.name):
         digest = hashlib.sha256()

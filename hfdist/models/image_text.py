@@ -1,8 +1,12 @@
-"""Models of image and text: which types they are, their parts by structure, and what of them no gradient reaches.
+"""Models of image and text: which types they are, their three parts, and the parameters that images never reach.
 
-tower        reads pixels: a vision encoder
-projector    makes features of the tower's states: whatever is in neither of the others
-language     reads features and tokens, with the embeddings and the head
+    pixels  ->  tower  ->  projector  ->  language  ->  logits of text
+                                             ^
+                                   tokens, by the embeddings
+
+tower        a vision encoder
+projector    makes features of the tower's states: every parameter that is in neither of the other parts
+language     reads features and tokens; the embeddings and the head belong to it
 """
 
 from __future__ import annotations
@@ -28,26 +32,32 @@ logger = logging.getLogger(__name__)
 
 TOWER, PROJECTOR, LANGUAGE = "tower", "projector", "language"
 _MARK = "hfdist_reads_images"
+"""Attribute of a model that is trained on images: an `ImageBatch`."""
 _OF_COPY = re.compile(r"(?<=\.)modules_to_save\.[^.]+\.")
-"""What stands in the name of a copy that PEFT trains: `modules_to_save` of an adapter."""
+"""The part of a parameter's name by which a copy that PEFT trains differs from the module that was copied."""
 
 
 def may_read_images(architecture: PreTrainedConfig) -> bool:
-    """Whether transformers makes a model of image and text of a config, one that writes by a decoder alone.
+    """Whether transformers makes a model of image and text from this config, without an encoder of text.
 
-    Some types have a class for text alone, too. Then the checkpoint's config names the class that it was saved with.
+    Some types have a class for text alone, too. For these, the class that the checkpoint was saved with decides, which
+    its config names.
     """
     image_class = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.get(architecture.model_type)
     text_class = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(architecture.model_type)
     if image_class is None or architecture.is_encoder_decoder:
         return False
-    return text_class in (None, image_class) or image_class in (getattr(architecture, "architectures", None) or ())
+    saved_classes = getattr(architecture, "architectures", None) or ()
+    return text_class in (None, image_class) or image_class in saved_classes
 
 
 def feature_token(architecture: PreTrainedConfig) -> int | None:
-    """Give the id of the token whose place a feature of an image takes; None: the config does not say."""
-    names = ("image_token_id", "image_token_index")
-    return next((found for name in names if (found := getattr(architecture, name, None)) is not None), None)
+    """Give the id of the token in whose place a feature of an image comes; None: the config does not say."""
+    for name in ("image_token_id", "image_token_index"):
+        token: int | None = getattr(architecture, name, None)
+        if token is not None:
+            return token
+    return None
 
 
 def names_of_parts(model: PreTrainedModel) -> dict[str, list[str]]:
@@ -57,20 +67,25 @@ def names_of_parts(model: PreTrainedModel) -> dict[str, list[str]]:
     the rest, as Fuyu, all that reads pixels belongs to the projector.
 
     Args:
-        model: whole, with or without an adapter.
+        model: the whole model, with or without an adapter.
     """
     language = {id(parameter) for module in _writers(model) for parameter in module.parameters()}
     tower: Any = model.get_encoder(modality="image")
     is_apart = isinstance(tower, nn.Module) and not any(id(p) in language for p in tower.parameters())
-    seeing = {id(parameter) for parameter in tower.parameters()} if is_apart else set()
-    found: dict[str, list[str]] = {TOWER: [], PROJECTOR: [], LANGUAGE: []}
+    in_tower = {id(parameter) for parameter in tower.parameters()} if is_apart else set()
+    names: dict[str, list[str]] = {TOWER: [], PROJECTOR: [], LANGUAGE: []}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        part = LANGUAGE if id(parameter) in language else TOWER if id(parameter) in seeing else PROJECTOR
-        found[part].append(name)
-    return found
+        if id(parameter) in language:
+            names[LANGUAGE].append(name)
+        elif id(parameter) in in_tower:
+            names[TOWER].append(name)
+        else:
+            names[PROJECTOR].append(name)
+    return names
 
 
 def _writers(model: PreTrainedModel) -> Iterator[nn.Module]:
+    """List the modules that belong to the language: the decoder, the input embeddings and the head."""
     yield model.get_decoder()
     for end in (model.get_input_embeddings(), model.get_output_embeddings()):
         if end is not None:
@@ -78,22 +93,22 @@ def _writers(model: PreTrainedModel) -> Iterator[nn.Module]:
 
 
 class ImageBatch(NamedTuple):
-    """The inputs of a forward on one row with an image."""
+    """An example of a batch with images: one row with a small image."""
 
     tensors: Mapping[str, torch.Tensor]
-    """A batch of one row with a small image, and labels."""
+    """The forward's inputs for this row, and labels, by name."""
     features: frozenset[str] = frozenset()
     """Fields of `get_image_features` that blocks of the language model read besides hidden states."""
 
     @property
     def names(self) -> frozenset[str]:
-        """Names of the tensors that are of images, not of tokens."""
+        """Names of the tensors that describe images: those of another shape than the token ids."""
         tokens = self.tensors["input_ids"].shape
         return frozenset(name for name, tensor in self.tensors.items() if tensor.shape != tokens)
 
     @property
     def pixels(self) -> frozenset[str]:
-        """Names of what the tower reads: a forward without it takes the row as text, with the images' places."""
+        """Names of the tensors that the tower reads; a forward without them reads all tokens of the row as text."""
         return frozenset(name for name in self.names if self.tensors[name].is_floating_point())
 
 
@@ -101,35 +116,40 @@ def read_images(model: PreTrainedModel, *, unreached: Collection[str], example: 
     """Let a model read the images of a run: freeze what nothing reaches, and mark it for `reads_images`; in place.
 
     Args:
-        model: whole.
+        model: the whole model.
         unreached: names of parameters that images never reach, as `find_unreached` gives them.
-        example: what its forward takes; None in a plan.
+        example: what the model's forward takes of a row with an image; None in a plan.
     """
     for name, parameter in model.named_parameters():
         if from_the_end(model, name) in unreached:
             parameter.requires_grad_(False)
     for name, module in model.named_modules():
-        # A layer of PEFT holds the one that it changes.
-        own = module.get_base_layer().named_parameters(recurse=False) if hasattr(module, "get_base_layer") else ()
-        if any(from_the_end(model, f"{name}.{of_layer}") in unreached for of_layer, _ in own):
+        if not hasattr(module, "get_base_layer"):
+            continue
+        # A layer of PEFT, which would be trained beside a layer that images never reach.
+        own_names = [own_name for own_name, _ in module.get_base_layer().named_parameters(recurse=False)]
+        if any(from_the_end(model, f"{name}.{own_name}") in unreached for own_name in own_names):
             module.requires_grad_(False)
     setattr(model, _MARK, example or ImageBatch({}))
 
 
 def read_text_alone(model: PreTrainedModel) -> None:
-    """Freeze what only images reach, in place; the model is whole."""
+    """Freeze the tower and the projector of a whole model, which only images reach; in place."""
     parts = names_of_parts(model)
     for name in (*parts[TOWER], *parts[PROJECTOR]):
         model.get_parameter(name).requires_grad_(False)
 
 
 def reads_images(model: nn.Module) -> bool:
-    """Whether the model is trained on images. Then all that is trained has a gradient in each step, of zeros too."""
+    """Whether the model is trained on images.
+
+    If so, each trained parameter gets a gradient in each step, be it of zeros, even where a batch has no image.
+    """
     return hasattr(model, _MARK)
 
 
 def image_example(model: nn.Module) -> ImageBatch | None:
-    """Give what the model's forward takes of a row with an image; None: it reads none, or it is of a plan."""
+    """Give what the model's forward takes of a row with an image; None: it reads no images, or this is a plan."""
     found: ImageBatch | None = getattr(model, _MARK, None)
     return found if found is not None and found.tensors else None
 
@@ -153,9 +173,10 @@ def from_the_end(model: nn.Module, name: str) -> str:
 
 
 def make_small(architecture: PreTrainedConfig) -> PreTrainedModel:
-    """Make a small model of a type with its whole vocabulary, on the CPU, without dropout, the same on all ranks.
+    """Make a small model of image and text with the type's whole vocabulary, on the CPU, without dropout.
 
-    Its weights are random, and none is zero. Whatever a type raises that cannot be made small is not caught here.
+    It is the same on all ranks. Its weights are random, and none is zero. Whatever a type raises that cannot be made
+    small is not caught here.
     """
     config = shrink_to_try(architecture, keeps_tokens=True)
     # The constructor makes it, since `from_config` would partition it under ZeRO-3.
@@ -165,22 +186,22 @@ def make_small(architecture: PreTrainedConfig) -> PreTrainedModel:
         torch.default_generator.manual_seed(0)
         small: PreTrainedModel = made(config).float().eval()
         for parameter in small.parameters():
-            # Some begin as zeros, through which no gradient would flow to what stands before them.
+            # Some parameters begin as zeros, through which no gradient would flow to the layers before them.
             parameter.add_(torch.randn_like(parameter) * 0.02)
     return small
 
 
 def find_unreached(architecture: PreTrainedConfig, batch: Mapping[str, torch.Tensor]) -> frozenset[str]:
-    """Run a small model of the same type on an image, and name the parameters that get no gradient: `from_the_end`.
+    """Find the parameters that get no gradient from images, by running a small model of the same type on one.
 
-    LLaVA and its kin read the states before the tower's last block, so that this one is never trained.
+    LLaVA and its kin read the states before the tower's last block, so this block is never trained.
 
     Args:
         architecture: config of the model.
-        batch: what a forward takes, of a row with an image, and labels.
+        batch: what a forward takes of a row with an image, and labels.
 
     Returns:
-        None of them where no small model can be made, which is told.
+        Their names, as `from_the_end` gives them. Empty where no small model can be made, which is logged.
     """
     try:
         small = make_small(architecture)

@@ -1,6 +1,6 @@
-"""Trials of a small model on rows with images: positions, packing, and the modules that each image calls.
+"""Trials of a small model on rows with images: its positions, whether rows may be packed, and calls by image.
 
-Each type is tried, so that no list of types is kept.
+Each type is tried, so no list of types is needed.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ _IGNORED = -100
 
 
 def find_positions(architecture: PreTrainedConfig) -> Callable[[Batch], torch.Tensor] | None:
-    """Give a function that computes the positions of a document with images.
+    """Find how a type computes the positions of a document with images.
 
     Returns:
-        A function of a batch of one document. It gives positions of time, height and width, [3, 1, tokens]. None: the
-        type has positions of text alone, or no small model can be made.
+        A function that takes a batch of one document and gives its positions of time, height and width, shape
+        [3, 1, tokens]. None: the type has positions of text only, or no small model can be made.
     """
     try:
         with torch.device("meta"):
@@ -43,10 +43,13 @@ def find_positions(architecture: PreTrainedConfig) -> Callable[[Batch], torch.Te
     find = getattr(body, "get_rope_index", None)
     if find is None:
         return None
-    takes = inspect.signature(find).parameters
+    known_inputs = inspect.signature(find).parameters
 
     def positions(document: Batch) -> torch.Tensor:
-        found: torch.Tensor = find(**{name: values for name, values in document.items() if name in takes})[0]
+        inputs = {name: values for name, values in document.items() if name in known_inputs}
+        found: torch.Tensor
+        # Further values are for tokens that are written after the document.
+        found, *_ = find(**inputs)
         return found
 
     return positions
@@ -70,8 +73,10 @@ def why_rows_mix(architecture: PreTrainedConfig, make_trial: Callable[[], tuple[
     except Exception as error:  # whatever a model raises on what it was not written for
         return f"a small model cannot be tried so: {first_line(error)}"
     difference = largest_difference(loss_alone, loss_packed, gradients_alone, gradients_packed)
-    # So that a difference that is not a number is a reason, too.
-    return None if difference <= _BOUND else f"a small {architecture.model_type} differs by {difference:.0e}"
+    if difference <= _BOUND:
+        return None
+    # A difference that is not a number comes here, too.
+    return f"a small {architecture.model_type} differs by {difference:.0e}"
 
 
 def _run(model: PreTrainedModel, batches: Sequence[Batch]) -> tuple[torch.Tensor, list[torch.Tensor]]:
@@ -87,7 +92,7 @@ def _run(model: PreTrainedModel, batches: Sequence[Batch]) -> tuple[torch.Tensor
 
 
 def module_of_each_image(architecture: PreTrainedConfig, make_batches: Callable[[], Sequence[Batch]]) -> str | None:
-    """Give the name of a module with weights that is called once for each image.
+    """Find a module with weights that is called once for each image, and give its name.
 
         one image     tower  norm  projector
         two images    tower  norm  projector  norm  projector
@@ -110,8 +115,10 @@ def module_of_each_image(architecture: PreTrainedConfig, make_batches: Callable[
             first_line(error),
         )
         return None
-    called = dict.fromkeys(name for one in counts for name in one)
-    return next((name for name in called if len({one[name] for one in counts}) > 1), None)
+    for name in dict.fromkeys(name for calls in counts for name in calls):
+        if len({calls[name] for calls in counts}) > 1:
+            return name
+    return None
 
 
 def _count_calls(model: nn.Module, batch: Batch) -> Counter[str]:

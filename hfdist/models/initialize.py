@@ -1,4 +1,4 @@
-"""Random weights that only a seed and the names of modules determine, in any layout."""
+"""Draws random weights that depend only on a seed and the names of modules, and so are the same in any layout."""
 
 from __future__ import annotations
 
@@ -20,12 +20,16 @@ _HALF_PRECISION = (torch.bfloat16, torch.float16)
 def initialize_by_name(
     model: PreTrainedModel, seed: int, layout: Partitioning = WHOLE, *, only: Collection[str] | None = None
 ) -> None:
-    """Give every parameter of `model` the random value that its name and `seed` determine, in place.
+    """Give every parameter of a model the random value that the name of its module and a seed determine, in place.
 
-    `only`: those of these names; the others keep their values.
+    Modules whose parameters another rank of a pipeline holds are left out. Where the layout partitions parameters in
+    the constructor, it is a collective.
 
-    Leaves out modules whose parameters another rank of a pipeline holds. Tied parameters must be tied. All ranks call
-    it where the layout partitions parameters in the constructor.
+    Args:
+        model: the model; its tied parameters are tied already.
+        seed: the seed of all values.
+        layout: how the model is partitioned.
+        only: names of the parameters that are drawn, while the others keep their values; None: all.
     """
     chosen = None if only is None else {id(model.get_parameter(name)) for name in only}
     visited: set[int] = set()
@@ -47,7 +51,8 @@ def initialize_by_name(
             _on_cpu_in_float32(reached),
             torch.random.fork_rng(devices=[]),
         ):
-            # It draws on the CPU. torch.manual_seed also notes a stack for each kind of GPU that is not in use yet.
+            # Values are drawn on the CPU. torch.manual_seed would also seed GPUs, and note the stack of this call for
+            # each kind of GPU that is not in use yet.
             torch.default_generator.manual_seed(_key(seed, name))
             owner._init_weights(module)
 
@@ -61,7 +66,10 @@ def _is_elsewhere(module: nn.Module) -> bool:
 def _children_first(
     name: str, module: nn.Module, owner: PreTrainedModel
 ) -> Iterator[tuple[str, nn.Module, PreTrainedModel]]:
-    """Walk in the order in which transformers applies its rules: a nested PreTrainedModel has its own."""
+    """Give each module with its name and the model whose rule draws it, children before their parents.
+
+    A rule is transformers' `_init_weights`: a PreTrainedModel inside of another has one of its own.
+    """
     owner = module if isinstance(module, PreTrainedModel) else owner
     for child_name, child in module.named_children():
         yield from _children_first(f"{name}.{child_name}" if name else child_name, child, owner)
@@ -70,7 +78,10 @@ def _children_first(
 
 @contextmanager
 def _drawing_anew(read: list[nn.Parameter], kept: list[nn.Parameter]) -> Iterator[None]:
-    """Let a rule draw all that it would, so that it draws the same for each, and put `kept` back."""
+    """Let a rule draw all parameters that it would draw for a new model, and give those in `kept` their values back.
+
+    So each parameter gets the numbers that it would get in a new model.
+    """
     values = [parameter.detach().clone() for parameter in kept]
     for parameter in read:
         # A private mark of parameters that were read from a file: transformers' rules leave these out.
@@ -82,7 +93,10 @@ def _drawing_anew(read: list[nn.Parameter], kept: list[nn.Parameter]) -> Iterato
 
 @contextmanager
 def _on_cpu_in_float32(parameters: list[nn.Parameter]) -> Iterator[None]:
-    """Draw so, and copy: a GPU's generator draws other numbers, and so does torch 2.11 in bfloat16 on a CPU."""
+    """Hold parameters in float32 on the CPU while they are drawn, and copy them back.
+
+    A GPU's generator draws other numbers, and so does torch 2.11 in bfloat16 on a CPU.
+    """
     places = [(p, p.data) for p in parameters if p.device.type != "cpu" or p.dtype in _HALF_PRECISION]
     for parameter, data in places:
         parameter.data = data.to("cpu", torch.float32 if data.dtype in _HALF_PRECISION else data.dtype)
@@ -93,5 +107,6 @@ def _on_cpu_in_float32(parameters: list[nn.Parameter]) -> Iterator[None]:
 
 
 def _key(seed: int, name: str) -> int:
+    """Give the seed of one module, from 0 to 2**63 - 1."""
     digest = hashlib.blake2b(f"{seed}:{name}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1

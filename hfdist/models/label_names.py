@@ -1,4 +1,4 @@
-"""The labels in a model's config: how many, their names, and what they are."""
+"""Reads and writes the labels in a model's config: their names, their number, and the kind of problem."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from hfdist.config.data import LabelsConfig, ProblemType
 
 
 def own_labels(architecture: PreTrainedConfig) -> list[str]:
-    """Give the names of the labels that a model's config has, in the order of its numbers."""
+    """Give the names of the labels in a model's config, in the order of their numbers."""
     named = architecture.id2label or {}
     return [name for _, name in sorted((int(number), name) for number, name in named.items())]
 
 
 def set_labels(architecture: PreTrainedConfig, labels: LabelsConfig) -> None:
-    """Let a model give a number for each label, or one number; in place.
+    """Set the labels in a model's config, in place: its head then gives a number for each label, or one number.
 
     Args:
         architecture: the model's config, as `find_architecture` gives it; it is changed.
-        labels: the labels of the rows, as `find_labels` gives them; without names the model gives one number.
+        labels: the labels of the training rows; without names the model gives one number.
     """
     if not labels.names or labels.problem_type is ProblemType.regression:
         architecture.num_labels = 1

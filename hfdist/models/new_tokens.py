@@ -1,10 +1,10 @@
-"""What a model with a slot cache reads next of some rows: their whole prompts, or a token of each.
+"""The input of a model with a slot cache: the whole prompts of some rows, or the next token of each row.
 
-prompts            fill  what   I   I   I   I   ?        padded on the left
+prompts            fill  what   I   I   I   I   ?        two rows, padded on the left; I: a feature of an image
                      I     I   I   I  is this   ?
-text                 0     0   1   2   3   4   5        positions of the first row
-height               0     0   1   1   2   2   3        the model's own, of an image of 2 x 2 features
-shift                0     0   0  -1  -1  -2  -2        a position of height is that of text and its shift
+text                 0     0   1   2   3   4   5        positions of the first row's tokens as text
+height               0     0   1   1   2   2   3        positions of height, for an image of 2 x 2 features
+shift                0     0   0  -1  -1  -2  -2        position of height = position of text + shift
 
 The tokens after a prompt have the shift of its end, which is -2 here.
 """
@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -21,19 +20,20 @@ from torch.nn.functional import pad
 
 
 class NewTokens(NamedTuple):
-    """The next tokens of some rows."""
+    """The next tokens of some rows, as a forward reads them."""
 
     ids: torch.Tensor
-    """Shape [rows, new tokens], padded on the left."""
+    """Token ids, padded on the left; shape [rows, new tokens]."""
     lengths: torch.Tensor
-    """Number of tokens of each row, with those before, and without what pads it; shape [rows]."""
+    """Number of tokens of each row, with those before the new ones, without padding; shape [rows]."""
     seen: Mapping[str, torch.Tensor]
-    """What the forward takes of the images among them, beside their positions."""
+    """The forward's inputs for images among the new tokens, by name, but for positions."""
     shifts: torch.Tensor | None
-    """What is added to positions of text; shape [3, rows, new tokens]. None: the model has no others."""
+    """Positions of time, height and width less those of text; shape [3, rows, new tokens]. None: the model has only
+    those of text."""
 
     def to(self, device: torch.device, dtype: torch.dtype) -> NewTokens:
-        """Give them on a device; pixels also in a type, that of the weights which read them."""
+        """Give the tokens on a device; pixels also in the type `dtype`, that of the weights which read them."""
         seen = {
             name: values.to(device, dtype if values.is_floating_point() else None) for name, values in self.seen.items()
         }
@@ -46,20 +46,20 @@ class PromptRows:
     """The prompts of rows, and what a forward takes of their images."""
 
     ids: Sequence[Sequence[int]]
-    """Tokens of each row."""
+    """Token ids of each row."""
     fill_id: int = 0
-    """A token that stands for no feature."""
+    """Token id of padding, one that stands for no feature of an image."""
     images: Sequence[Mapping[str, torch.Tensor]] = ()
-    """What a forward takes of the images of each row; empty: no row has any."""
+    """The forward's inputs for the images of each row, by name; empty: no row has images."""
     stack: Callable[[Sequence[Mapping[str, torch.Tensor]]], Mapping[str, torch.Tensor]] | None = None
-    """Puts those of several rows one after the other; None: no row has any."""
+    """Makes one set of inputs from the images of several rows; None: no row has images."""
     kinds: Mapping[str, Sequence[torch.Tensor]] = field(default_factory=dict)
-    """By the forward's name: which tokens of each row stand for images; shape [tokens]."""
+    """Marks of the tokens that stand for images, of shape [tokens] for each row, by the name of the forward's input."""
     positions: Sequence[torch.Tensor] | None = None
-    """Of time, height and width, of each row, shape [3, tokens]; None: the model has those of text alone."""
+    """Positions of time, height and width, of shape [3, tokens] for each row; None: the model has none but of text."""
 
     def read(self, rows: Sequence[int]) -> NewTokens:
-        """Give whole prompts."""
+        """Give the whole prompts of these rows."""
         lengths = [len(self.ids[row]) for row in rows]
         ids = _pad_left([torch.tensor(self.ids[row]) for row in rows], self.fill_id)
         kinds = {name: _pad_left([own[row] for row in rows]) for name, own in self.kinds.items()}
@@ -69,26 +69,37 @@ class PromptRows:
         return NewTokens(ids, torch.tensor(lengths), {**self._seen(rows), **kinds}, shifts)
 
     def _seen(self, rows: Sequence[int]) -> Mapping[str, torch.Tensor]:
-        own = [self.images[row] for row in rows if self.images and self.images[row]]
-        return {} if self.stack is None else self.stack(own)
+        """Give the forward's inputs for the images of these rows."""
+        if self.stack is None:
+            return {}
+        return self.stack([self.images[row] for row in rows if self.images and self.images[row]])
 
     def number(self) -> list[int]:
-        """Give a number for each row: the same for neighbours with the same prompt and the same images.
+        """Number the different prompts: neighbours with the same tokens and the same images have one number.
 
-        Images are compared by identity: others may have as many tokens.
+        Images are compared by identity: other images may have as many tokens.
         """
 
         def is_as_before(row: int) -> bool:
             has_same_images = not self.images or self.images[row] is self.images[row - 1]
             return has_same_images and self.ids[row] == self.ids[row - 1]
 
-        return list(accumulate((not is_as_before(row) for row in range(1, len(self.ids))), initial=0))
+        numbers = [0]
+        for row in range(1, len(self.ids)):
+            numbers.append(numbers[-1] if is_as_before(row) else numbers[-1] + 1)
+        return numbers
 
     def step(self, rows: Sequence[int], tokens: Sequence[int], lengths: Sequence[int]) -> NewTokens:
-        """Give a token of each of these rows, which come after their prompts; `lengths` are those with them."""
+        """Give one more token of each row, after its prompt.
+
+        Args:
+            rows: numbers of the rows.
+            tokens: the token of each row.
+            lengths: number of tokens of each row, with this one.
+        """
         shifts = None
         if self.positions is not None:
-            # As the types count on: after the largest position of the three.
+            # Models count on from the largest of the three positions.
             ends = [int(self.positions[row].max()) + 1 - len(self.ids[row]) for row in rows]
             shifts = torch.tensor(ends)[:, None].repeat(3, 1, 1)
         return NewTokens(torch.tensor(tokens)[:, None], torch.tensor(lengths), {}, shifts)

@@ -1,4 +1,4 @@
-"""Folders of the cache that are made once on a machine."""
+"""Makes a folder of the cache once on a machine, however many processes ask for it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,14 @@ from hfdist.errors import ResourceError
 
 
 def make_once(folder: Path, write: Callable[[Path], None]) -> Path:
-    """Give the folder that `write` fills, whole: the first process of the machine calls it, while the others wait.
+    """Give a folder with all its files; the first process of the machine that asks makes it, while the others wait.
+
+    Args:
+        folder: the folder.
+        write: fills an empty folder, which is then given its name.
+
+    Returns:
+        `folder`.
 
     Raises:
         ResourceError: the folder cannot be written.
@@ -30,13 +37,15 @@ def make_once(folder: Path, write: Callable[[Path], None]) -> Path:
 
 
 def _make(folder: Path, write: Callable[[Path], None]) -> Path:
+    """Make the folder under a lock, unless it is there."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     with FileLock(f"{folder}.lock"):
-        # An empty one is what a cleaner of caches leaves.
+        # A program that cleans caches may leave an empty folder.
         if not folder.is_dir() or not any(folder.iterdir()):
             temporary = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", dir=folder.parent))
             try:
                 write(temporary)
+                # mkdtemp lets no other user in.
                 temporary.chmod(0o755)
                 os.replace(temporary, folder)
             finally:

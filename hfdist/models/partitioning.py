@@ -1,4 +1,4 @@
-"""A model that a layout divides: how it is made, and what a rank can tell of parameters that it does not have."""
+"""How a layout divides a model while it is made: the interface that each layout implements."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from transformers import TrainingArguments
 
 
 def whole_shape(parameter: torch.Tensor) -> tuple[int, ...]:
-    """Give the shape of a parameter that ZeRO-3 may have partitioned, and so left empty."""
+    """Give the whole shape of a parameter, also of one that ZeRO-3 has partitioned: its own shape is then [0]."""
     return tuple(getattr(parameter, "ds_shape", parameter.shape))
 
 
 class Partitioning:
-    """How a layout changes a model while it is made; here: not at all. A `Strategy` overrides what it does."""
+    """How a layout divides a model while it is made; this class leaves it whole, and layouts override its members."""
 
     partitions_in_constructor: bool = False
     """Whether transformers partitions each parameter as soon as the model's constructor has made it."""
 
     @property
     def sharing_keys(self) -> str:
-        """The keys by which a rank has parts of weights, or some of the layers; empty: it has the whole model."""
+        """The config keys because of which a rank holds parts of weights or some of the layers; empty: none is set."""
         return ""
 
     def partition(self, model: nn.Module) -> None:
@@ -33,18 +33,24 @@ class Partitioning:
         """Make partitioned parameters whole for a while, on all ranks.
 
         Args:
-            parameters: the parameters.
-            writes: whether the values that rank 0 has at the end stay, on all ranks.
+            parameters: the parameters, whole or partitioned.
+            writes: whether rank 0's values at the end of the context stay, on all ranks.
+
+        Returns:
+            A context in which the parameters are whole.
         """
         return nullcontext()
 
     def without_partitioning(self, arguments: TrainingArguments) -> AbstractContextManager[object]:
-        """Let this rank make or read whole models of its own for a while; `arguments` are those of the run."""
+        """Give a context in which this rank can make or read whole models of its own.
+
+        `arguments`: the run's, by which transformers knows that models are partitioned.
+        """
         return nullcontext()
 
 
 WHOLE = Partitioning()
-"""The model as one process has it."""
+"""The layout of one process, which holds the whole model."""
 
 
 def is_on_other_stage(module: nn.Module) -> bool:

@@ -1,4 +1,4 @@
-"""The config of an adapter of PEFT: made of `adapter.*`, and checked before there is a model."""
+"""The config of an adapter of PEFT: made from the keys `adapter.*`, and checked before there is a model."""
 
 from __future__ import annotations
 
@@ -60,20 +60,27 @@ _FIELDS = {
     "dora": ("use_dora",),
     "modules_to_save": ("modules_to_save",),
 }
-"""Keys of `adapter`, and the fields of PEFT's classes that they set."""
+"""Names of the fields of PEFT's classes that a key of `adapter` may set; `{type}` stands for the type of adapter."""
 
 PLAIN_LORA = "peft.LoraConfig(target_modules='all-linear')"
 """A config that can be trained in each layout, for hints."""
 
-_STARTS = (True, False, "gaussian", "pissa", "olora", "orthogonal", "mica")
-"""Values of `init_lora_weights`; all but the first three look at the model's weights."""
+_BLIND_STARTS = (True, False, "gaussian")
+"""Values of `init_lora_weights` that draw first weights without a look at the model's own."""
+_STARTS = (*_BLIND_STARTS, "pissa", "olora", "orthogonal", "mica")
+"""Values of `init_lora_weights` that can be trained here."""
 
 _SET_HERE = ("target_modules", "task_type", "inference_mode", "peft_type", "base_model_name_or_path", "revision")
 """Fields that hfdist sets."""
 
 
 def check_adapter(config: AdapterConfig, model: ModelConfig, layout: Partitioning = WHOLE) -> None:
-    """Check `adapter.*` against PEFT and the layout, before anything is built; without an adapter, load nothing.
+    """Check `adapter.*` against PEFT and the layout, before anything is built. PEFT is loaded only with an adapter.
+
+    Args:
+        config: the keys of the adapter.
+        model: the keys of the model.
+        layout: how the model will be partitioned.
 
     Raises:
         ConfigError: a type, an argument or a value that PEFT does not take, or that cannot be trained here or in this
@@ -96,27 +103,32 @@ def check_adapter(config: AdapterConfig, model: ModelConfig, layout: Partitionin
 
 
 def make_peft_config(config: AdapterConfig) -> Any:
-    """Give the `peft.PeftConfig` that the keys ask for.
+    """Make the `peft.PeftConfig` that the keys ask for, or read that of a saved adapter.
 
     Raises:
-        ConfigError: see `check_adapter`.
+        ConfigError: a type, an argument or a value that PEFT does not take, or a saved adapter that cannot be read.
     """
+    # Any: PEFT has a class for each type, with fields of its own.
     if config.path is not None:
         return _saved_config(config.path)
     from peft import PEFT_TYPE_TO_CONFIG_MAPPING
 
     kind = _find_type(str(config.type))
-    config_class, word = PEFT_TYPE_TO_CONFIG_MAPPING[kind], kind.value.lower()
+    config_class = PEFT_TYPE_TO_CONFIG_MAPPING[kind]
+    type_name = kind.value.lower()
     fields = {field.name for field in dataclasses.fields(config_class) if field.init}
-    _check_arguments(config, word, config_class.__name__, fields)
-    values = {**_translate(config, word, fields), **config.arguments}
-    is_all = config.target_pattern is None and config.targets == [ALL_LINEAR]
+    _check_arguments(config, type_name, config_class.__name__, fields)
+    values = {**_translate(config, type_name, fields), **config.arguments}
     if config.target_parts is not None:
-        # The model says which layers these are: `aim_at_parts`.
+        # Which layers these are is known once there is a model: `aim_at_parts` fills them in.
         values["target_modules"] = []
-    elif not (is_all and "feedforward_modules" in fields):
-        # IA3 must know the feed-forward layers; without `target_modules`, PEFT takes them from its table of models.
-        values["target_modules"] = config.target_pattern or (ALL_LINEAR if is_all else list(config.targets))
+    elif config.target_pattern is not None:
+        values["target_modules"] = config.target_pattern
+    elif config.targets != [ALL_LINEAR]:
+        values["target_modules"] = list(config.targets)
+    elif "feedforward_modules" not in fields:
+        # Without `target_modules`, PEFT takes IA3's from its table of models, which names the feed-forward layers.
+        values["target_modules"] = ALL_LINEAR
     try:
         return config_class(task_type="CAUSAL_LM", **values)
     except (ValueError, TypeError, ImportError) as error:
@@ -128,7 +140,7 @@ def reads_weights(config: AdapterConfig) -> bool:
     if not config.is_used or config.path is not None:
         return False
     start = config.arguments.get("init_lora_weights", True)
-    return str(config.type).upper() != "LORA" or config.dora or start not in _STARTS[:3]
+    return str(config.type).upper() != "LORA" or config.dora or start not in _BLIND_STARTS
 
 
 def refusal(error: Exception, where: str, hint: str | None = None) -> ConfigError:
@@ -138,6 +150,7 @@ def refusal(error: Exception, where: str, hint: str | None = None) -> ConfigErro
 
 
 def _saved_config(path: str) -> PeftConfig:
+    """Read the config of the adapter saved at `path`, a folder or Hub id, as one to be trained."""
     from peft import PeftConfig
 
     with reading_from_hub("adapter.path", path):
@@ -151,7 +164,7 @@ def _saved_config(path: str) -> PeftConfig:
 
 
 def saved_files(path: str) -> dict[str, Path]:
-    """Give the files of a saved adapter by name; `path` is that of a folder, or a Hub id."""
+    """Give the two files of the adapter saved at `path`, a folder or Hub id, by name; they are downloaded if needed."""
     with reading_from_hub("adapter.path", path):
         return {name: Path(str(cached_file(path, name))) for name in (_CONFIG, WEIGHTS)}
 
@@ -165,7 +178,7 @@ def _find_type(name: str, *, where: str = "adapter.type") -> PeftType:
     from peft import PEFT_TYPE_TO_CONFIG_MAPPING
 
     known = {kind.value.lower(): kind for kind in PEFT_TYPE_TO_CONFIG_MAPPING}
-    usable = sorted(word for word, kind in known.items() if _reason_against(kind) is None)
+    usable = sorted(type_name for type_name, kind in known.items() if _reason_against(kind) is None)
     kind, allowed = known.get(name.lower()), ", ".join(usable)
     if kind is None:
         hint = nearest(name.lower(), usable, "adapter.type={}") or "adapter=lora"
@@ -178,6 +191,7 @@ def _find_type(name: str, *, where: str = "adapter.type") -> PeftType:
 
 
 def _reason_against(kind: PeftType) -> str | None:
+    """Say why a type of adapter cannot be trained here; None: it can."""
     from peft import PEFT_TYPE_TO_CONFIG_MAPPING, PEFT_TYPE_TO_TUNER_MAPPING, PromptLearningConfig
 
     if kind.value in _REFUSED:
@@ -191,13 +205,14 @@ def _reason_against(kind: PeftType) -> str | None:
     return None
 
 
-def _check_arguments(config: AdapterConfig, kind: str, class_name: str, fields: set[str]) -> None:
-    ours = {name.format(type=kind): key for key, names in _FIELDS.items() for name in names}
+def _check_arguments(config: AdapterConfig, type_name: str, class_name: str, fields: set[str]) -> None:
+    """Refuse arguments that have a key of their own, and those that PEFT's class for the type has no field for."""
+    ours = {name.format(type=type_name): key for key, names in _FIELDS.items() for name in names}
     for name, value in config.arguments.items():
         where = f"adapter.arguments.{name}"
         if name in ours or name in _SET_HERE:
-            what, key = "hfdist sets this field itself, from its own keys", ours.get(name, "*")
-            key = "targets" if name == "target_modules" else key
+            what = "hfdist sets this field itself, from its own keys"
+            key = "targets" if name == "target_modules" else ours.get(name, "*")
             raise ConfigError(what, where=where, found=value, hint=f"set adapter.{key} instead")
         if name not in fields:
             what = f"PEFT's {class_name} has no such field"
@@ -211,9 +226,12 @@ def check_peft_config(peft_config: Any, layout: Partitioning, *, where: str, fie
     Args:
         peft_config: a `peft.PeftConfig`.
         layout: how the model is partitioned.
-        where: what gave the config, for messages.
-        field: what gave its fields.
-        hint: a method that can be trained.
+        where: the key or argument that gave the config, for messages.
+        field: the key or argument under which its fields are named, for messages.
+        hint: a config that can be trained.
+
+    Raises:
+        ConfigError: the type, a field or the first weights cannot be trained here, or not in this layout.
     """
     kind = peft_config.peft_type
     reason = _reason_against(kind)
@@ -221,7 +239,8 @@ def check_peft_config(peft_config: Any, layout: Partitioning, *, where: str, fie
         what = f"this type cannot be trained here: {reason}"
         raise ConfigError(what, where=where, found=kind.value.lower(), hint=hint)
     for name, reason in _REFUSED_FIELDS.items():
-        if (value := getattr(peft_config, name, None)) is not None:
+        value = getattr(peft_config, name, None)
+        if value is not None:
             what = f"this cannot be trained here: {reason}"
             raise ConfigError(what, where=f"{field}.{name}", found=value, allowed="null", hint=f"without {name}")
     if kind.value == "LORA" and peft_config.init_lora_weights not in _STARTS:
@@ -242,21 +261,22 @@ def check_peft_config(peft_config: Any, layout: Partitioning, *, where: str, fie
         raise ConfigError(what, where=f"{field}.{name}", found=found, hint=hint)
 
 
-def _translate(config: AdapterConfig, kind: str, fields: set[str]) -> dict[str, object]:
+def _translate(config: AdapterConfig, type_name: str, fields: set[str]) -> dict[str, object]:
+    """Give the keys of `adapter` that are not at their default as values of PEFT's `fields`, by the field's name."""
     default, values = AdapterConfig(), {}
     for key, names in _FIELDS.items():
         value = getattr(config, key)
         if value == getattr(default, key):
             continue
-        of_type = [name.format(type=kind) for name in names]
-        name = next((name for name in of_type if name in fields), None)
-        if name is None:
+        candidates = [name.format(type=type_name) for name in names]
+        found = next((name for name in candidates if name in fields), None)
+        if found is None:
             raise ConfigError(
                 "this type of adapter has nothing of the kind",
                 where=f"adapter.{key}",
-                found=f"{value}, with adapter.type={kind}",
+                found=f"{value}, with adapter.type={type_name}",
                 allowed=str(getattr(default, key)).lower().replace("none", "null"),
-                hint=f"adapter=none adapter.type={kind} sets nothing but the type",
+                hint=f"adapter=none adapter.type={type_name} sets nothing but the type",
             )
-        values[name] = value
+        values[found] = value
     return values

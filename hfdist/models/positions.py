@@ -1,4 +1,10 @@
-"""Positions that a model makes by itself, of the whole sequence, where it is given none."""
+"""Finds the rule by which a model counts the positions of a whole sequence where it is given none.
+
+tokens     .  .  a  b  c        two padding tokens, hidden by a mask; padding has the id 1
+all        0  1  2  3  4        most models
+shown     -1 -1  0  1  2        OPT
+padded     1  1  2  3  4        RoBERTa: counted from the id of the padding token plus one
+"""
 
 from __future__ import annotations
 
@@ -17,8 +23,10 @@ Positions = Callable[[torch.Tensor, torch.Tensor | None, int | None], torch.Tens
 Ids, mask and positions have the shape [sequences, tokens].
 """
 
-_NUM_TOKENS, _NUM_HIDDEN = 11, 3
-"""Tokens of a row in the trial, and how many of them its mask hides."""
+_NUM_TOKENS = 11
+"""Number of tokens of a row in the trial."""
+_NUM_HIDDEN = 3
+"""Number of these tokens that the row's mask hides."""
 
 
 def all_tokens(ids: torch.Tensor, mask: torch.Tensor | None, padding: int | None) -> torch.Tensor:
@@ -40,24 +48,24 @@ def _after_padding(ids: torch.Tensor, mask: torch.Tensor | None, padding: int | 
 
 
 _RULES: tuple[Positions, ...] = (all_tokens, _shown_tokens, _after_padding)
-"""The most usual first: the first rule that agrees with a model is taken."""
+"""The known rules, the most usual first: the first one that agrees with a model is taken."""
 
 
 def padding_id(model: PreTrainedModel) -> int | None:
-    """Give the id of the model's padding token, if it has one."""
+    """Give the id of the model's padding token; None: its config has none."""
     padding: int | None = getattr(model.config.get_text_config(decoder=True), "pad_token_id", None)
     return padding
 
 
 @torch.no_grad()
 def find_positions(model: PreTrainedModel) -> Positions | None:
-    """Find by trying, with and without padding and a mask, which positions a model makes by itself.
+    """Find, by trying the known rules, which positions a model makes by itself, with and without padding and a mask.
 
     Args:
-        model: whole and small, on the CPU.
+        model: a small whole model on the CPU.
 
     Returns:
-        None: by no rule that is known here, or the model takes no positions.
+        The rule; None: none of the known ones, or the model takes no positions.
     """
     padding = padding_id(model)
     ids = torch.arange(2 * _NUM_TOKENS).add(2).remainder(model.config.get_text_config(decoder=True).vocab_size)
@@ -65,15 +73,17 @@ def find_positions(model: PreTrainedModel) -> Positions | None:
     mask = torch.ones_like(ids)
     mask[0, :_NUM_HIDDEN] = mask[1, -_NUM_HIDDEN:] = 0
     if padding is not None and padding >= 0:
-        # A padding token that no mask hides, and those that one hides.
+        # One padding token that the mask shows, and those that it hides.
         ids[1, _NUM_TOKENS // 2] = padding
         ids[mask == 0] = padding
     was_training = model.training
     model.eval()
     try:
-        wanted = [(shown, _states(model, ids, shown)) for shown in (None, mask)]
-        rules = (rule for rule in _RULES if all(_agrees(model, ids, *pair, rule) for pair in wanted))
-        return next(rules, None)
+        without_mask, with_mask = _states(model, ids, None), _states(model, ids, mask)
+        for rule in _RULES:
+            if _agrees(model, ids, None, without_mask, rule) and _agrees(model, ids, mask, with_mask, rule):
+                return rule
+        return None
     except (TypeError, ValueError, RuntimeError, IndexError, ImportError):
         return None
     finally:
@@ -83,6 +93,7 @@ def find_positions(model: PreTrainedModel) -> Positions | None:
 def _agrees(
     model: PreTrainedModel, ids: torch.Tensor, mask: torch.Tensor | None, wanted: torch.Tensor, rule: Positions
 ) -> bool:
+    """Whether the model gives the states `wanted` with the positions of a rule."""
     try:
         found = _states(model, ids, mask, position_ids=rule(ids, mask, padding_id(model)))
     except IndexError:
@@ -93,6 +104,7 @@ def _agrees(
 
 
 def _states(model: PreTrainedModel, ids: torch.Tensor, mask: torch.Tensor | None, **more: object) -> torch.Tensor:
+    """Run a model, and give the states or logits of each token."""
     masked = {} if mask is None else {"attention_mask": mask}
     states: torch.Tensor = token_reader(model)(input_ids=ids, **masked, **more, use_cache=False)[0]
     return states
@@ -102,7 +114,7 @@ def _states(model: PreTrainedModel, ids: torch.Tensor, mask: torch.Tensor | None
 def counts_from_zero(model: PreTrainedModel) -> bool:
     """Whether the model counts the positions of a document from 0, as packed documents are counted.
 
-    A small model of the same class is tried; True also where that cannot be made.
+    A small model of the same class is tried; True also where none can be made.
     """
     # All of RoBERTa's family make positions by a method of this name; other models need no trial.
     if not any(hasattr(module, "create_position_ids_from_input_ids") for module in model.modules()):
@@ -116,12 +128,14 @@ def counts_from_zero(model: PreTrainedModel) -> bool:
 
 
 def count_unused_positions(model: PreTrainedModel) -> int:
-    """Count the positions before the first one that a token can have.
+    """Count the positions before the first one that a token can have: those up to the id of RoBERTa's padding token.
 
     Args:
-        model: whole and small, on the CPU.
+        model: a small whole model on the CPU.
     """
     if not any(hasattr(module, "create_position_ids_from_input_ids") for module in model.modules()):
         return 0
     padding = padding_id(model)
-    return 0 if padding is None or find_positions(model) is not _after_padding else padding + 1
+    if padding is None or find_positions(model) is not _after_padding:
+        return 0
+    return padding + 1

@@ -1,9 +1,10 @@
-"""Trials: how a model behaves, found out with a small model of its class or with the model itself."""
+"""Trials: questions about how a model behaves, answered by running a small model of its class on a few tokens."""
 
 from __future__ import annotations
 
 import copy
 import re
+from typing import NamedTuple
 
 import torch
 from torch._subclasses.fake_tensor import unset_fake_temporarily
@@ -17,6 +18,17 @@ from hfdist.models.heads import head_class
 from hfdist.models.image_text import image_example, read_images, reads_images
 from hfdist.models.shrink import shrink_to_try
 
+_FIRST_TOKENS, _SECOND_TOKENS = 6, 5
+"""Numbers of tokens of the two documents in the trial of packing."""
+
+
+class SmallRun(NamedTuple):
+    """What a forward and a backward of a small model give."""
+
+    loss: float
+    gradients: torch.Tensor
+    """The gradients of all parameters that have one, end to end; shape [elements]."""
+
 
 def make_of_config(config: PreTrainedConfig, head: Head) -> PreTrainedModel:
     """Make a model of a small config with random weights, whole and on the CPU.
@@ -24,7 +36,7 @@ def make_of_config(config: PreTrainedConfig, head: Head) -> PreTrainedModel:
     All ranks make the same one: it seeds torch's generator of the CPU, which the caller sets back.
 
     Args:
-        config: small; it is copied.
+        config: the config of a small model; it is copied.
         head: what the model gives at its end.
     """
     _seed()
@@ -74,8 +86,8 @@ def small_with_adapters(model: PreTrainedModel) -> PreTrainedModel:
     return small
 
 
-def run_small(model: PreTrainedModel) -> tuple[float, torch.Tensor]:
-    """Give the loss of a few tokens, of which some are no targets, and all gradients in one flat tensor."""
+def run_small(model: PreTrainedModel) -> SmallRun:
+    """Run a small model forward and backward on a few tokens, of which some are no targets."""
     generator = torch.Generator().manual_seed(0)
     vocab_size = model.config.get_text_config(decoder=True).vocab_size
     tokens = torch.randint(min(vocab_size, 100), (2, 16), generator=generator)
@@ -85,14 +97,14 @@ def run_small(model: PreTrainedModel) -> tuple[float, torch.Tensor]:
     loss = probe_loss(model, {"input_ids": tokens, "labels": labels})
     loss.backward()
     gradients = [p.grad.flatten() for p in model.parameters() if p.grad is not None]
-    return float(loss.detach()), torch.cat(gradients)
+    return SmallRun(float(loss.detach()), torch.cat(gradients))
 
 
 def probe_loss(model: PreTrainedModel, batch: dict[str, torch.Tensor], **more: object) -> torch.Tensor:
     """Give the model's own loss of tokens; where it has none, a number that each of its outputs moves differently.
 
     Args:
-        model: on the device of the batch.
+        model: a model on the device of the batch.
         batch: inputs and `labels`; a model without a loss of tokens is not given the labels.
         more: further inputs.
     """
@@ -110,10 +122,6 @@ def loss_of_states(states: torch.Tensor) -> torch.Tensor:
     return (states + torch.randn(states.shape, generator=generator).to(states)).square().mean()
 
 
-_FIRST, _SECOND = 6, 5
-"""Tokens of the two documents."""
-
-
 @torch.no_grad()
 def keeps_documents_apart(model: PreTrainedModel) -> bool | None:
     """Whether the second of two packed documents has the same logits after the first one is changed.
@@ -122,23 +130,24 @@ def keeps_documents_apart(model: PreTrainedModel) -> bool | None:
     that count positions by themselves, still see the document before.
 
     Args:
-        model: whole, on the CPU.
+        model: the whole model, on the CPU.
 
     Returns:
-        None where the question cannot be asked: a kernel needs a GPU, or the model takes no positions.
+        Whether it has; None where the question cannot be asked: a kernel needs a GPU, or the model takes no positions.
     """
     vocab_size = model.config.get_text_config().vocab_size
-    ids = torch.arange(1, 1 + _FIRST + _SECOND).remainder(vocab_size)[None]
+    ids = torch.arange(1, 1 + _FIRST_TOKENS + _SECOND_TOKENS).remainder(vocab_size)[None]
     changed = ids.clone()
-    changed[:, :_FIRST] = (changed[:, :_FIRST] + vocab_size // 2) % vocab_size
-    positions = torch.cat([torch.arange(_FIRST), torch.arange(_SECOND)])[None]
+    changed[:, :_FIRST_TOKENS] = (changed[:, :_FIRST_TOKENS] + vocab_size // 2) % vocab_size
+    positions = torch.cat([torch.arange(_FIRST_TOKENS), torch.arange(_SECOND_TOKENS)])[None]
     was_training = model.training
     model.eval()
     reader = token_reader(model)
     try:
         # With a cache, transformers does not look for positions that restart.
         with without_cache(model.config):
-            before, after = (reader(input_ids=own, position_ids=positions)[0][:, _FIRST:] for own in (ids, changed))
+            before = reader(input_ids=ids, position_ids=positions)[0][:, _FIRST_TOKENS:]
+            after = reader(input_ids=changed, position_ids=positions)[0][:, _FIRST_TOKENS:]
     except Exception:  # whatever a model raises that takes no positions, or has kernels for GPUs alone
         return None
     finally:
@@ -151,7 +160,7 @@ def class_keeps_documents_apart(model: PreTrainedModel) -> bool | None:
     """Ask `keeps_documents_apart` of a small model of the same class: a rank may hold only a part of the model itself.
 
     Returns:
-        What that says; None also where no small model can be made.
+        The answer of `keeps_documents_apart`; None also where no small model can be made.
     """
     with torch.random.fork_rng(devices=[]):
         try:
@@ -163,10 +172,11 @@ def class_keeps_documents_apart(model: PreTrainedModel) -> bool | None:
 
 @unset_fake_temporarily()
 def unused_parameters(model: PreTrainedModel) -> frozenset[str] | None:
-    """Run a small model of the same class on a few tokens, here and alone: all ranks find the same.
+    """Find, with a small model of the same class, the parameters that no gradient reaches. All ranks find the same.
 
     Returns:
-        The kinds of names (`kind_of_name`) of which no gradient reaches some parameter; None: it cannot be tried.
+        Names of parameters in which `*` stands for the number of a block, as `kind_of_name` gives them: each name has
+        a parameter without a gradient. None: no small model can be tried.
     """
     if reads_images(model):
         # What images and text never reach is frozen already, and all else gets a gradient in each step.

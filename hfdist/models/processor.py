@@ -1,4 +1,4 @@
-"""The processor of a model of image and text: made of its files, with transformers' own class for its type."""
+"""Makes the processor of a model of image and text from its files, with transformers' own class for the type."""
 
 from __future__ import annotations
 
@@ -16,19 +16,22 @@ from hfdist.config.paths import expand_user
 from hfdist.errors import ConfigError, HfdistError, first_line
 
 PROCESSOR_FILES = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
-"""What a folder holds of a processor besides its tokenizer and its chat template."""
+"""Names of a processor's files, besides its tokenizer and its chat template."""
 _PARTS = ("image_processor", "tokenizer", "video_processor", "feature_extractor", "audio_processor")
+"""Arguments of a processor's class that are no settings."""
 _NO_FILES = "the model's folder holds no processor, which says what an image becomes"
 
 
 def list_processor_files(config: ModelConfig) -> list[Path]:
     """List the files of a model's processor; `config` names a folder of this machine, or no model."""
-    folder = None if config.name is None else expand_user(config.name)
-    return [] if folder is None else [folder / name for name in PROCESSOR_FILES if (folder / name).is_file()]
+    if config.name is None:
+        return []
+    folder = expand_user(config.name)
+    return [folder / name for name in PROCESSOR_FILES if (folder / name).is_file()]
 
 
 def copy_files(files: Iterable[Path], folder: Path) -> None:
-    """Copy files as they are: a processor made here may lack parts that need other packages."""
+    """Copy a processor's files into a folder, unchanged: a processor made here may lack parts for video or sound."""
     for file in files:
         (folder / file.name).write_bytes(file.read_bytes())
 
@@ -62,10 +65,11 @@ def load_processor(
 
 
 def _load(folder: Path, name: str, tokenizer: PreTrainedTokenizerBase) -> ProcessorMixin:
+    """Make a processor of transformers' class `name`; the tokenizer gets its chat template."""
     try:
         made: type[ProcessorMixin] = without_video(getattr(transformers, name))
         values, _ = made.get_processor_dict(folder)
-        # The folder names the class: without this it might be one of the repository's own code.
+        # The folder names the class of this part: it must not be one of the repository's own code.
         images = AutoImageProcessor.from_pretrained(folder, trust_remote_code=False)
         parts = {"image_processor": images, "tokenizer": tokenizer}
         settings = {key: value for key, value in values.items() if key not in _PARTS}
@@ -84,7 +88,10 @@ def _load(folder: Path, name: str, tokenizer: PreTrainedTokenizerBase) -> Proces
 
 
 def without_video(made: type[ProcessorMixin]) -> type[ProcessorMixin]:
-    """Give a class of processors that may have no part for video or sound: these need packages that images do not."""
+    """Give a subclass of a processor's class whose parts for video and sound may be missing.
+
+    Such parts need packages that images do not need.
+    """
 
     def check(self: Any, name: str, part: object) -> object:
         return None if part is None else made.check_argument_for_proper_class(self, name, part)

@@ -1,8 +1,8 @@
-"""`adapter.quantization`: the frozen weights beside an adapter in 4 bits (QLoRA, Dettmers et al. 2023).
+"""Puts the frozen weights beside an adapter in 4 bits: `adapter.quantization` (QLoRA, Dettmers et al. 2023).
 
 Linear layers and stacks of experts are quantized one by one, once a rank has no more than its own blocks. Each rank
-does it by itself: it is a function of the weights. Their names stay, and the adapter is saved without them, so
-checkpoints and merged models are those of LoRA.
+does so by itself: the codes follow from the weights alone. Names of weights stay, and the adapter is saved without the
+weights, so checkpoints and merged models are those of LoRA.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -36,29 +36,32 @@ _WRAPPED = "base_layer"
 
 
 def check_installed(quantization: Quantization) -> None:
-    """Raise a ConfigError where there is no bitsandbytes."""
+    """Check that bitsandbytes is installed.
+
+    Raises:
+        ConfigError: it is not.
+    """
     if importlib.util.find_spec("bitsandbytes") is None:
         what, hint = "weights of 4 bits need a package that is not installed", "pip install 'hfdist[qlora]'"
         raise ConfigError(what, where="adapter.quantization", found=quantization.value, hint=hint)
 
 
 def quantize_frozen(model: PreTrainedModel, quantization: Quantization, layout: Partitioning = WHOLE) -> None:
-    """Put weights of 4 bits in the place of frozen linear layers, but for the head, and of stacks of experts; in place.
+    """Quantize the frozen linear layers of a model, all but its head, and its frozen stacks of experts; in place.
 
-    ZeRO-3 partitions these weights when DeepSpeed gets the model; until then they are whole on each rank.
+    A collective. ZeRO-3 partitions the packed weights when DeepSpeed gets the model; until then they are whole on each
+    rank.
 
     Args:
         model: a model that `layout` has partitioned.
-        quantization: the type.
+        quantization: the type of 4 bits.
         layout: how the model is partitioned.
 
-    A collective.
-
     Raises:
-        ConfigError: no rank has any; on all ranks alike.
+        ConfigError: no rank has a weight to quantize; it is raised on all ranks.
         HfdistError: one rank has failed, as where it has no memory left; on all ranks alike.
     """
-    sizes: list[tuple[int, int]] = []
+    sizes: list[_Bytes] = []
 
     def quantize() -> bool:
         sizes.extend(_quantize_layers(model, quantization, layout))
@@ -71,23 +74,29 @@ def quantize_frozen(model: PreTrainedModel, quantization: Quantization, layout: 
         found = f"{quantization.value}, with {type(model).__name__}"
         raise ConfigError(what, where="adapter.quantization", found=found, hint="adapter=lora")
     _copy_from_files(model)
-    before, after = (sum(size[place] for size in sizes) for place in range(2))
+    before = sum(size.before for size in sizes)
+    after = sum(size.after for size in sizes)
     logger.info("adapter.quantization: frozen weights take %.1f MB in place of %.1f", after / 1e6, before / 1e6)
     _tell_what_is_left(model)
 
 
 def _copy_from_files(model: PreTrainedModel) -> None:
-    """Copy what was not quantized: all of a file of weights stays in memory as long as one tensor is a view of it."""
+    """Copy frozen weights that were not quantized: a whole file stays in memory while one tensor is a view of it."""
     packed = packed_shapes(model)
     for parameter in model.parameters():
         if not parameter.requires_grad and parameter not in packed and parameter.device.type == "cpu":
             parameter.data = parameter.data.clone()
 
 
-def _quantize_layers(
-    model: PreTrainedModel, quantization: Quantization, layout: Partitioning
-) -> Iterator[tuple[int, int]]:
-    """Give bytes of each layer, before and after."""
+class _Bytes(NamedTuple):
+    """Memory of quantized weights, in bytes."""
+
+    before: int
+    after: int
+
+
+def _quantize_layers(model: PreTrainedModel, quantization: Quantization, layout: Partitioning) -> Iterator[_Bytes]:
+    """Quantize frozen linear layers one by one, and give the memory of each."""
     head, read = model.get_output_embeddings(), _find_read_layers(model)
     tables: dict[int, torch.Tensor] = {}
     for path, module in list(model.named_modules()):
@@ -95,58 +104,64 @@ def _quantize_layers(
             # A subclass may have another forward. A layer of another pipeline stage has no weight here.
             if type(layer) is not nn.Linear or layer is head or layer.weight is None or layer.weight.requires_grad:
                 continue
-            if (path.rpartition(".")[2] if name == _WRAPPED else name) in read:
+            _, _, parent_name = path.rpartition(".")
+            name_in_code = parent_name if name == _WRAPPED else name
+            if name_in_code in read:
                 continue
             with layout.gathered(layer.parameters(), writes=False):
                 packed = PackedLinear(layer, quantization)
                 before = layer.weight.nbytes
             _share_tables(packed.quant_state, tables)
             setattr(module, name, packed)
-            yield before, sum(tensor.nbytes for tensor in (packed.weight, *scales_of(packed.quant_state)))
+            yield _Bytes(before, sum(tensor.nbytes for tensor in (packed.weight, *scales_of(packed.quant_state))))
 
 
 def _find_read_layers(model: PreTrainedModel) -> set[str]:
-    """Name the layers whose weight the model's own code reads, for its type or for another product than theirs."""
-    kinds = {kind for module in model.modules() for kind in type(module).__mro__}
+    """Name the layers whose weight the model's own code reads, for its type or for a product of its own.
+
+    The source of all classes in the model is searched for `NAME.weight`: such code could not read packed bytes.
+    """
+    classes = {owner for module in model.modules() for owner in type(module).__mro__}
     read: set[str] = set()
-    for kind in kinds:
-        # A whole model reads weights to draw first ones.
-        if issubclass(kind, PreTrainedModel) or kind.__module__.startswith(("torch.", "peft.")):
+    for owner in classes:
+        # A PreTrainedModel reads weights to draw first values, which are there already.
+        if issubclass(owner, PreTrainedModel) or owner.__module__.startswith(("torch.", "peft.")):
             continue
-        for function in filter(inspect.isfunction, vars(kind).values()):
-            with suppress(OSError):  # without a file
+        for function in filter(inspect.isfunction, vars(owner).values()):
+            with suppress(OSError):  # a function that was made without a file
                 read.update(re.findall(r"(\w+)(?:\[\w+\])?\.weight\b", inspect.getsource(function)))
     return read
 
 
 def _share_tables(state: Any, tables: dict[int, torch.Tensor]) -> None:
     """Let layers share equal tables of codes: each has its own of 1 KiB, which is much beside a small layer."""
-    for one in (state, state.state2):
-        one.code = tables.setdefault(len(one.code), one.code)
+    for level in (state, state.state2):
+        level.code = tables.setdefault(len(level.code), level.code)
 
 
-def _quantize_experts(
-    model: PreTrainedModel, quantization: Quantization, layout: Partitioning
-) -> Iterator[tuple[int, int]]:
-    """Give bytes of the stacks of each module of experts, before and after."""
-    found = [(module, stacks) for module in model.modules() if (stacks := find_stacks(module))]
-    if not found or not run_by_products(model):
+def _quantize_experts(model: PreTrainedModel, quantization: Quantization, layout: Partitioning) -> Iterator[_Bytes]:
+    """Quantize the frozen stacks of each module of experts, and give their memory."""
+    stacks_of = {module: find_stacks(module) for module in model.modules()}
+    stacks_of = {module: stacks for module, stacks in stacks_of.items() if stacks}
+    if not stacks_of or not run_by_products(model):
         return
     # PEFT alone would add LoRA to the bytes. Its import takes a second.
     from hfdist.models.expert_factors import use_factors
 
     use_factors(model)
     levels = make_levels()
-    for experts, stacks in found:
+    for experts, stacks in stacks_of.items():
         with layout.gathered(stacks.values(), writes=False):
             before = sum(weights.nbytes for weights in stacks.values())
             pack_experts(experts, stacks, quantization, levels)
-        yield before, sum(experts.get_parameter(name).nbytes for name in stacks)
+        yield _Bytes(before, sum(experts.get_parameter(name).nbytes for name in stacks))
 
 
 def _tell_what_is_left(model: PreTrainedModel) -> None:
-    """Say which frozen weights are not in 4 bits; a warning where they are most of them."""
-    packed, left = packed_shapes(model), Counter[str]()
+    """Log which frozen weights are not in 4 bits; a warning if that is more than half of them."""
+    packed = packed_shapes(model)
+    # Elements by name, with `*` in place of the numbers of blocks.
+    left = Counter[str]()
     for name, parameter in model.named_parameters():
         if not parameter.requires_grad and parameter not in packed:
             left[re.sub(r"\.\d+(?=\.|$)", ".*", name)] += math.prod(whole_shape(parameter))

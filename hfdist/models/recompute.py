@@ -1,4 +1,9 @@
-"""Blocks whose activations are computed again in the backward: all of them, or what is cheap."""
+"""Activation checkpointing of blocks: a block computes its activations again in the backward, all or the cheap ones.
+
+recompute    kept of a block from its forward                          computed again in the backward
+all          its inputs                                                everything
+cheap        its inputs, outputs of attention, every second product    all other operations
+"""
 
 from __future__ import annotations
 
@@ -24,14 +29,14 @@ from hfdist.config.train import Recompute
 from hfdist.errors import ConfigError
 
 _PRODUCTS = ("mm", "addmm")
-"""Matrix products, of which every second one is kept."""
+"""Matrix products: the output of every second one is kept."""
 _ATTENTION = (
     "_scaled_dot_product_flash_attention",
     "_scaled_dot_product_efficient_attention",
     "_scaled_dot_product_cudnn_attention",
     "_scaled_dot_product_flash_attention_for_cpu",
 )
-"""Kernels of attention whose output is kept."""
+"""Kernels of attention: their outputs are kept."""
 
 
 def checkpoint_blocks(model: PreTrainedModel, recompute: Recompute, *, offloads: bool = False) -> None:
@@ -45,7 +50,9 @@ def checkpoint_blocks(model: PreTrainedModel, recompute: Recompute, *, offloads:
     Raises:
         ConfigError: the model's blocks cannot be checkpointed.
     """
-    options = {"use_reentrant": False} | ({"context_fn": _contexts} if recompute is Recompute.cheap else {})
+    options: dict[str, object] = {"use_reentrant": False}
+    if recompute is Recompute.cheap:
+        options["context_fn"] = _contexts
     try:
         model.activation_checkpointing_enable(options)
     except ValueError as error:
@@ -53,7 +60,9 @@ def checkpoint_blocks(model: PreTrainedModel, recompute: Recompute, *, offloads:
             str(error), where="train.gradient_checkpointing", hint="train.gradient_checkpointing=false"
         ) from error
 
-    for module in model.modules() if offloads else ():
+    if not offloads:
+        return
+    for module in model.modules():
         # A private name, under which transformers keeps the function that checkpoints a block.
         checkpoint = vars(module).get("_gradient_checkpointing_func")
         if checkpoint is not None:
@@ -63,34 +72,35 @@ def checkpoint_blocks(model: PreTrainedModel, recompute: Recompute, *, offloads:
 def _offloading(
     checkpoint: Callable[..., object], function: Callable[..., object], *inputs: object, **named: object
 ) -> object:
+    """Run a block's checkpoint so that the inputs that it saves wait for the backward in host memory."""
     # The checkpoint saves only the inputs of the block, so only these meet the hooks.
     with save_on_cpu(pin_memory=torch.cuda.is_available()):
         return checkpoint(function, *inputs, **named)
 
 
-def _contexts() -> object:
-    # The choice holds for one block's forward, and for its repetition.
+def _contexts() -> tuple[object, object]:
+    """Make the contexts of one block's forward and of its repetition in the backward, as torch asks for them."""
     choice = _Choice()
-    beneath, repetition = create_selective_checkpoint_contexts(_policy(choice))
-    watch = _Watch(beneath, choice)
-    return watch, repetition
+    forward, repetition = create_selective_checkpoint_contexts(_policy(choice))
+    return _Watch(forward, choice), repetition
 
 
 @dataclass
 class _Choice:
-    """What the policy says of the last operation.
+    """What the policy has decided about the last operation.
 
-    Apart from `_Watch`: a policy that knew its watch would be a circle, and kept outputs would wait for the garbage
-    collector.
+    It is an object of its own since a policy that knew its `_Watch` would be a circle of references: kept outputs would
+    wait for the garbage collector.
     """
 
     keeps_output: bool = False
 
 
 class _Watch(TorchDispatchMode):
-    """During one block's forward: refuses what writes to a kept output, from which its repetition would go on.
+    """A mode of one block's forward that refuses an operation which writes to a kept output.
 
-    torch tells that from versions of tensors, which views beneath autograd do not share.
+    The repetition would go on from the changed output, and gradients would be wrong. torch itself looks at versions of
+    tensors for this, but views beneath autograd do not share these.
     """
 
     supports_higher_order_operators = True
@@ -108,7 +118,7 @@ class _Watch(TorchDispatchMode):
         return True
 
     def __setattr__(self, name: str, value: object) -> None:
-        """torch.compile puts the number of its graph on a block's context, from torch 2.13."""
+        """Hand torch.compile's number of a graph on to torch's own mode, where torch 2.13 and later look for it."""
         object.__setattr__(self.beneath if name == "ac_graph_id" else self, name, value)
 
     def __enter__(self) -> object:
@@ -127,20 +137,15 @@ class _Watch(TorchDispatchMode):
         kwargs: dict[str, object] | None = None,
     ) -> object:
         kwargs = kwargs or {}
-        # A private field: nothing public says what an operation writes. Higher-order operators have none.
-        schema = getattr(operation, "_schema", None)
-        if schema is not None and schema.is_mutable:
-            named = [*zip(schema.arguments, args, strict=False)]
-            named += [(argument, kwargs[argument.name]) for argument in schema.arguments if argument.name in kwargs]
-            written = [value for argument, value in named if argument.is_write]
-            if not self._kept.isdisjoint(_storages(written)):
-                raise ConfigError(
-                    "a block of this model writes to what would be kept, so its gradients would be wrong",
-                    where="train.recompute",
-                    found=f"cheap, with {operation}",
-                    allowed="all",
-                    hint="train.recompute=all",
-                )
+        written = _written_values(operation, args, kwargs)
+        if written and not self._kept.isdisjoint(_storages(written)):
+            raise ConfigError(
+                "a block of this model writes to what would be kept, so its gradients would be wrong",
+                where="train.recompute",
+                found=f"cheap, with {operation}",
+                allowed="all",
+                hint="train.recompute=all",
+            )
         self._choice.keeps_output = False
         output = operation(*args, **kwargs)
         if self._choice.keeps_output:
@@ -148,16 +153,33 @@ class _Watch(TorchDispatchMode):
         return output
 
 
+def _written_values(
+    operation: Callable[..., object], args: tuple[object, ...], kwargs: dict[str, object]
+) -> list[object]:
+    """List the arguments to which an operation writes."""
+    # A private field: nothing public says what an operation writes. Higher-order operators have none.
+    schema = getattr(operation, "_schema", None)
+    if schema is None or not schema.is_mutable:
+        return []
+    given = list(zip(schema.arguments, args, strict=False))
+    given += [(argument, kwargs[argument.name]) for argument in schema.arguments if argument.name in kwargs]
+    return [value for argument, value in given if argument.is_write]
+
+
 def _storages(values: object) -> set[StorageWeakRef]:
+    """Give the memory of all tensors in nested values, by references that do not keep it."""
     return {StorageWeakRef(leaf.untyped_storage()) for leaf in tree_leaves(values) if isinstance(leaf, torch.Tensor)}
 
 
 def _policy(choice: _Choice) -> Callable[..., CheckpointPolicy]:
+    """Make the policy of one block: a function that decides for each operation, and notes its decision in `choice`."""
+    # Products so far, by whether they are of the repetition.
     products: Counter[bool] = Counter()
     kept = {getattr(torch.ops.aten, name).default for name in _ATTENTION if hasattr(torch.ops.aten, name)}
     # The kernel for packed documents is registered once its module was imported.
     of_documents = getattr(torch.ops.torch_attn, "_varlen_attn", None)
-    kept |= set() if of_documents is None else {of_documents.default}
+    if of_documents is not None:
+        kept.add(of_documents.default)
     counted = {getattr(torch.ops.aten, name).default for name in _PRODUCTS}
 
     def policy(

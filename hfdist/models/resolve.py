@@ -1,4 +1,4 @@
-"""Where a model comes from: a Hub repository, a folder or a GGUF file becomes a verified folder on this machine."""
+"""Brings a model to this machine: a Hub repository, a folder or a GGUF file becomes a folder that is verified."""
 
 from __future__ import annotations
 
@@ -30,15 +30,19 @@ _PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 _WHILE_CONNECTED = "fetch it with `hf download` while connected"
 
 
+def _do_nothing() -> None:
+    """Stand for a download where there is nothing to fetch."""
+
+
 @dataclass(frozen=True)
 class ResolvedModel:
     """A model's config and tokenizer on this machine, and its weights once they are asked for."""
 
     model: ModelConfig
     """The run's config of the model, with local folders as names."""
-    fetch_weights: Callable[[], object] = field(default=lambda: None, repr=False)
+    fetch_weights: Callable[[], object] = field(default=_do_nothing, repr=False)
     """Downloads the weights, unless they are here. Call it before there is a process group, in which others would wait.
-    Raises what `hub_client.ask_hub` raises."""
+    A ConfigError says that the Hub does not give them, a ResourceError that it is not reached or the disk is full."""
 
 
 def resolve_model(config: ModelConfig, *, cache_dir: Path) -> ResolvedModel:
@@ -47,7 +51,8 @@ def resolve_model(config: ModelConfig, *, cache_dir: Path) -> ResolvedModel:
     A branch or tag is resolved once, so that config, tokenizer and weights are of one commit.
 
     Args:
-        config: names a Hub repository, a folder or a GGUF file, for the model and for the tokenizer; or neither.
+        config: names a Hub repository, a folder or a GGUF file, for the model and for the tokenizer; or none for one of
+            them, or both.
         cache_dir: folder of converted GGUF files and notes of what was verified. Downloads go to the Hub's own cache.
 
     Raises:
@@ -56,9 +61,8 @@ def resolve_model(config: ModelConfig, *, cache_dir: Path) -> ResolvedModel:
     """
     if config.name is None:
         return ResolvedModel(replace(config, tokenizer=resolve_tokenizer(config, cache_dir=cache_dir)))
-    found = _find(
-        config, config.name, config.revision, config.gguf_file, cache_dir=cache_dir, key="model.name", is_model=True
-    )
+    source = _Source(config.name, config.revision, config.gguf_file, key="model.name", is_model=True)
+    found = _find(config, source, cache_dir)
     folder = str(found.folder)
     if _has_the_models_name(config):
         tokenizer = replace(config.tokenizer, name=folder, revision=None)
@@ -69,20 +73,26 @@ def resolve_model(config: ModelConfig, *, cache_dir: Path) -> ResolvedModel:
 
 
 def resolve_tokenizer(config: ModelConfig, *, cache_dir: Path) -> TokenizerConfig:
-    """Find the tokenizer alone; as in `resolve_model`. One that is trained on the corpus stays as it is."""
+    """Find the tokenizer alone, and bring its files here. One that is trained on the corpus stays as it is.
+
+    Args:
+        config: names the tokenizer's Hub repository, folder or GGUF file.
+        cache_dir: folder of converted GGUF files and notes of what was verified.
+
+    Raises:
+        ConfigError: no such repository or folder, no access, or a damaged GGUF file.
+        ResourceError: the Hub does not answer, or the disk is full.
+    """
     tokenizer = config.tokenizer
     if tokenizer.name is None:
         return tokenizer
     gguf_file = config.gguf_file if _has_the_models_name(config) else None
-    found = _find(
-        config, tokenizer.name, tokenizer.revision, gguf_file,
-        cache_dir=cache_dir, key="model.tokenizer.name", is_model=False,
-    )  # fmt: skip
-    return replace(tokenizer, name=str(found.folder), revision=None)
+    source = _Source(tokenizer.name, tokenizer.revision, gguf_file, key="model.tokenizer.name", is_model=False)
+    return replace(tokenizer, name=str(_find(config, source, cache_dir).folder), revision=None)
 
 
 def _has_the_models_name(config: ModelConfig) -> bool:
-    """Whether the tokenizer comes with the model."""
+    """Whether model and tokenizer are named alike, so that the model's folder has the tokenizer, too."""
     name, revision = config.tokenizer.name, config.tokenizer.revision
     if name is None or config.name is None or revision != config.revision:
         return False
@@ -90,10 +100,14 @@ def _has_the_models_name(config: ModelConfig) -> bool:
 
 
 def list_files(config: ModelConfig, folder: Path) -> list[str]:
-    """List the files of a resolved model that somebody else needs: the small ones, and weights if they are read.
+    """List the names of the files that make a model: the small ones, and its weights if the run reads them.
+
+    Args:
+        config: the run's config of the model.
+        folder: the model's folder on this machine.
 
     Raises:
-        ConfigError: some are missing.
+        ConfigError: some of the files are missing.
     """
     names = _list_names(folder)
     weights = _check_model(config, names, folder, str(folder), is_complete=True)
@@ -105,49 +119,65 @@ def _list_names(folder: Path) -> set[str]:
 
 
 @dataclass(frozen=True)
+class _Source:
+    """What a config names: the place of a model, or that of a tokenizer alone."""
+
+    name: str
+    """A Hub id, a folder or a GGUF file."""
+    revision: str | None
+    gguf_file: str | None
+    """Name of a GGUF file in the repository or folder."""
+    key: str
+    """The config key that gives the name, for messages."""
+    is_model: bool
+    """False: only the files of the tokenizer are looked for."""
+
+
+@dataclass(frozen=True)
 class _Found:
+    """A source on this machine."""
+
     folder: Path
-    fetch_weights: Callable[[], object] = lambda: None
+    """Folder of the small files, or of a converted GGUF file."""
+    fetch_weights: Callable[[], object] = _do_nothing
+    """Downloads the weights into the folder, unless they are there."""
 
 
-def _find(
-    config: ModelConfig,
-    name: str,
-    revision: str | None,
-    gguf_file: str | None,
-    *,
-    cache_dir: Path,
-    key: str,
-    is_model: bool,
-) -> _Found:
-    path = expand_user(name)
+def _find(config: ModelConfig, source: _Source, cache_dir: Path) -> _Found:
+    """Bring the small files of a source here, and check them."""
+    name = source.name
     # Methods of Path would raise an OSError for a name that is too long.
-    if name.endswith(".gguf") or os.path.exists(path) or name.startswith((".", "/", "~")):
-        return _Found(_find_here(config, path, gguf_file, cache_dir=cache_dir, key=key, is_model=is_model))
-    repository = Repository(name, key, cache_dir)
-    snapshot = repository.resolve(revision)
-    if gguf_file is not None:
-        _require(snapshot, gguf_file, name, key="model.gguf_file")
-        return _Found(convert_gguf(repository.fetch(snapshot, [gguf_file]) / gguf_file, cache_dir, key=key))
-    if is_model:
+    if name.endswith(".gguf") or os.path.exists(expand_user(name)) or name.startswith((".", "/", "~")):
+        return _Found(_find_here(config, source, cache_dir))
+    repository = Repository(name, source.key, cache_dir)
+    snapshot = repository.resolve(source.revision)
+    if source.gguf_file is not None:
+        _require(snapshot, source.gguf_file, name, key="model.gguf_file")
+        file = repository.fetch(snapshot, [source.gguf_file]) / source.gguf_file
+        return _Found(convert_gguf(file, cache_dir, key=source.key))
+    if source.is_model:
         if "config.json" not in snapshot.names and not {_SINGLE, _INDEX} & snapshot.names:
-            # Says more than that there is no config: an adapter, say, or GGUF.
+            # This error says more than that there is no config: that it is an adapter, for one, or GGUF.
             raise _without_weights(snapshot.names, name, snapshot.is_complete)
-        _require(snapshot, "config.json", name, key=key)
-    suffixes = (*_SMALL, ".py") if config.trust_remote_code else _SMALL
-    inside = (_TEMPLATES, _POOLING)
-    small = [f for f in snapshot.names if f.endswith(suffixes) and ("/" not in f or f.startswith(inside))]
-    folder = repository.fetch(snapshot, small)
-    if not is_model:
+        _require(snapshot, "config.json", name, key=source.key)
+    folder = repository.fetch(snapshot, _small_files(snapshot.names, trusts_code=config.trust_remote_code))
+    if not source.is_model:
         return _Found(folder)
     weights = _check_model(config, snapshot.names, folder, name, is_complete=snapshot.is_complete)
     return _Found(folder, lambda: repository.fetch(snapshot, weights))
 
 
-def _find_here(
-    config: ModelConfig, path: Path, gguf_file: str | None, *, cache_dir: Path, key: str, is_model: bool
-) -> Path:
-    file = path / gguf_file if gguf_file is not None else path
+def _small_files(names: Set[str], *, trusts_code: bool) -> list[str]:
+    """List a repository's files besides weights that transformers may read; code only where the user trusts it."""
+    suffixes = (*_SMALL, ".py") if trusts_code else _SMALL
+    at_top = [name for name in names if "/" not in name or name.startswith((_TEMPLATES, _POOLING))]
+    return [name for name in at_top if name.endswith(suffixes)]
+
+
+def _find_here(config: ModelConfig, source: _Source, cache_dir: Path) -> Path:
+    """Give the folder of a source that is on this machine, checked; a GGUF file is converted."""
+    path, key = expand_user(source.name), source.key
+    file = path / source.gguf_file if source.gguf_file is not None else path
     if file.suffix == ".gguf":
         if not os.path.isfile(file):
             hint = "of a Hub repository: model.name=OWNER/NAME model.gguf_file=FILE.gguf"
@@ -156,12 +186,13 @@ def _find_here(
     if not os.path.isdir(path):
         allowed = "a Hub id, a folder, or a .gguf file"
         raise ConfigError("there is no such folder", where=key, found=path, allowed=allowed)
-    if is_model:
+    if source.is_model:
         _check_model(config, _list_names(path), path, str(path), is_complete=True)
     return path
 
 
 def _require(snapshot: Snapshot, file: str, name: str, *, key: str) -> None:
+    """Raise a ConfigError about `key` if the repository `name` lacks the file; it lists others of the same kind."""
     if file in snapshot.names:
         return
     others = sorted(other for other in snapshot.names if other.endswith(Path(file).suffix))
@@ -202,6 +233,8 @@ def _check_model(config: ModelConfig, names: set[str], folder: Path, found: str,
 
 
 def _shards(index: Path, found: str) -> list[str]:
+    """Read the names of the files of weights from their index; `found`: the repository or folder, for messages."""
+    # An index may hold anything: what is not a map of names is told below.
     with suppress(ValueError, KeyError, TypeError, AttributeError, RecursionError):
         shards = sorted(set(json.loads(index.read_bytes())["weight_map"].values()))
         if all(isinstance(shard, str) and "/" not in shard and "\\" not in shard for shard in shards):
@@ -210,6 +243,7 @@ def _shards(index: Path, found: str) -> list[str]:
 
 
 def _without_weights(names: Set[str], found: str, is_complete: bool) -> ConfigError:
+    """Make the error about files among which there are no weights to read, with what they are instead."""
     # Only safetensors are read, since a pickle can run code.
     pickles = sorted(name for name in names if name.endswith(_PICKLES) and name != "training_args.bin")
     gguf = sorted(name for name in names if name.endswith(".gguf"))
@@ -239,7 +273,7 @@ def _refuse_code(config_file: Path, found: str) -> None:
         kind = values.get("model_type")
         needs_code = "auto_map" in values and kind not in CONFIG_MAPPING
     except (OSError, ValueError, TypeError, AttributeError, RecursionError):
-        # Told where it is read as a config.
+        # A damaged config is told where transformers reads it.
         return
     if needs_code:
         raise ConfigError(

@@ -1,4 +1,4 @@
-"""The value that a field of a config has in a small model of the same architecture, by the field's name."""
+"""The rules by which a field of a model's config gets its value in a small model of the same architecture."""
 
 from __future__ import annotations
 
@@ -7,10 +7,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-WIDTH, HEADS, HEAD_SIZE, ROTARY_SIZE = 64, 4, 16, 8
-"""The most that widths, heads and their sizes may be in a small model."""
-WINDOW_TOKENS, POSITIONS, TOWER_BLOCKS, LONGEST_PERIOD = 8, 512, 2, 4
-"""The most tokens of a window, positions, blocks of a tower, and blocks of a period."""
+# The most that a small model has of each.
+WIDTH = 64
+HEADS = 4
+HEAD_SIZE = 16
+ROTARY_SIZE = 8
+"""Elements of a head that are rotated."""
+WINDOW_TOKENS = 8
+POSITIONS = 512
+TOWER_BLOCKS = 2
+LONGEST_PERIOD = 4
+"""Blocks after which the kinds of blocks repeat."""
 
 # Names of fields, as patterns that match the whole of a name.
 KEY_HEADS = r"\w*(key_value|kv|kv_n|linear_num_key)_heads|num_query_groups"
@@ -59,18 +66,19 @@ LIMITS = {
 
 @dataclass(frozen=True)
 class FieldRules:
-    """What decides a small value besides the field's name and value: the config around it, and the small model."""
+    """The rules for the fields of one config, as they depend on its other fields and on the small model."""
 
     fields: Mapping[str, Any]
     """Fields of the full config, by name."""
     depth: int
-    """How many blocks the full model has."""
+    """Number of blocks of the full model."""
     kept_blocks: list[int]
-    """The block of the full model that each small one is like."""
+    """Numbers of the blocks of the full model, one for each block of the small model, which is of the same kind."""
     vocab_size: int
+    """The most tokens that the small model knows."""
 
     def small(self, name: str, value: Any) -> Any:
-        """Give the small value of a field; what is structure stays."""
+        """Give the value of a field in the small model; a field that describes structure, not size, stays."""
         if isinstance(value, dict):
             if name == "per_layer_config":
                 return self._small_overrides({int(block): fields for block, fields in value.items()})
@@ -80,11 +88,12 @@ class FieldRules:
         if isinstance(value, int) and not isinstance(value, bool):
             return self._small_integer(name, value)
         if name == "partial_rotary_factor" and value is not None:
-            # Less than half of a small head has too few pairs.
+            # Less than half of a small head would be too few rotary pairs.
             return max(value, 0.5)
         return value
 
     def _small_integer(self, name: str, value: int) -> int:
+        """Give the small value of a whole number: by a rule for its name, or by the first limit that fits the name."""
         if re.fullmatch(DEPTHS, name):
             return len(self.kept_blocks)
         if re.fullmatch(PERIODS, name):
@@ -103,11 +112,13 @@ class FieldRules:
         if re.fullmatch(KEY_HEADS, name):
             # A model with as many heads for keys as for queries keeps as many.
             partners = (name.replace("key_value", "attention").replace("num_key", "num_value"), *QUERY_HEADS)
-            return min(value, HEADS if value in map(self.fields.get, partners) else LIMITS[KEY_HEADS])
+            is_as_many = any(self.fields.get(partner) == value for partner in partners)
+            return min(value, HEADS if is_as_many else LIMITS[KEY_HEADS])
         limit = next((limit for pattern, limit in LIMITS.items() if re.fullmatch(pattern, name)), value)
         return min(value, limit)
 
     def _small_list(self, name: str, values: list[Any]) -> list[object]:
+        """Give the small value of a list; name and length tell if its entries are blocks, rotary pairs or others."""
         if are_block_indices(name, values, self.depth):
             return [new for new, old in enumerate(self.kept_blocks) if old in values]
         if len(values) == self.depth:
@@ -115,9 +126,11 @@ class FieldRules:
         if name in ("long_factor", "short_factor"):
             return values[: self._num_rotary_pairs(len(values))]
         if name == "mrope_section":
+            # Rotary pairs of time, height and width.
             pairs = self._num_rotary_pairs(sum(values))
             small = [max(pairs * section // sum(values), 1) for section in values]
-            # What rounding leaves goes to a section whose size no other has: ernie's of height and width stay equal.
+            # The rest from rounding goes to a section of a size that no other has: ernie's sections of height and width
+            # must stay equal.
             alone = next((place for place, section in enumerate(values) if values.count(section) == 1), 0)
             small[alone] += pairs - sum(small)
             return list(small)
@@ -126,13 +139,14 @@ class FieldRules:
         return [self.small(name, value) for value in values]
 
     def _num_rotary_pairs(self, pairs: int) -> int:
-        """How many of so many rotary pairs a small head has: the same part of it is rotated."""
+        """Give the number of rotary pairs of a small head, where a full head has `pairs` of them."""
         size = self.fields.get("head_dim") or self.fields["hidden_size"] // self.fields["num_attention_heads"]
-        part = (self.fields.get("rope_parameters") or {}).get("partial_rotary_factor", 1.0)
-        return int(pairs * min(HEAD_SIZE, size) / size * self.small("partial_rotary_factor", part) / part)
+        rotated = (self.fields.get("rope_parameters") or {}).get("partial_rotary_factor", 1.0)
+        small_rotated = self.small("partial_rotary_factor", rotated)
+        return int(pairs * min(HEAD_SIZE, size) / size * small_rotated / rotated)
 
     def _small_overrides(self, overrides: dict[int, dict[str, object]]) -> dict[int, dict[str, object]]:
-        """The overrides of single blocks, in the same proportion to the values of the other blocks."""
+        """Give the small overrides of single blocks, by block: in the same proportion to the values of other blocks."""
 
         def small(name: str, value: object) -> object:
             usual = self.fields.get(name)
@@ -148,7 +162,7 @@ class FieldRules:
 
 
 def are_block_indices(name: str, value: object, depth: int) -> bool:
-    """Whether a list names blocks by number, and so is not one with an entry for each."""
+    """Whether a field's value is a list of blocks' numbers, and not one with an entry for each of `depth` blocks."""
     return (
         isinstance(value, list)
         and re.fullmatch(BLOCK_INDICES, name) is not None

@@ -1,6 +1,8 @@
-"""Stacked experts of transformers, run with products of another kind: LoRA beside them, 4 bits, or half precision.
+"""Runs transformers' stacked experts by other matrix products: with LoRA beside them, in 4 bits, or in half precision.
 
-y = x W_e' + scale * (x A_e') B_e'     for the rows x of each expert e
+    y = x W_e' + scale * (x A_e') B_e'      W_e: an expert's matrix in a stack, A_e and B_e: LoRA's factors beside it
+
+The rows x are sorted by expert, so each expert has one block of rows, and one product serves a whole stack.
 """
 
 from __future__ import annotations
@@ -19,27 +21,34 @@ from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS, _grouped_linear
 NAME = "hfdist_products"
 """Name of this way to compute experts in transformers' registry."""
 DEFAULT = "grouped_mm"
-"""Name of transformers' own way by default."""
+"""Name of the way that transformers takes by default."""
 _FACTORS = "hfdist_factors"
 """Attribute of a module of experts: LoRA of the forward that runs now."""
 _PRODUCT = "hfdist_product"
 """Attribute of a module of experts: the product that its stacks need."""
-_OF_REGISTRY = {"has_gate", "has_bias", "is_transposed", "is_concatenated"}
-"""What the registry of transformers tells modules of their class; others have a forward of their own."""
+_REGISTRY_FLAGS = {"has_gate", "has_bias", "is_transposed", "is_concatenated"}
+"""Attributes that transformers sets on modules whose experts its registry runs; others have a forward of their own."""
 _ALIGNED_BYTES = 16
-"""What the strides of a grouped product must be a multiple of."""
-_Kept = torch.Tensor | tuple[torch.Size, tuple[int, ...], int]
-"""A tensor, or the size, strides and offset of a view of a copied stack."""
+"""Strides in a grouped product must be a multiple of so many bytes."""
+
+
+class _ViewOfCopy(NamedTuple):
+    """A view of a stack that was copied to another type: it is made again from the stack."""
+
+    size: torch.Size
+    stride: tuple[int, ...]
+    offset: int
 
 
 class Factors(NamedTuple):
-    """LoRA beside a stack of matrices."""
+    """LoRA's factors beside a stack of matrices."""
 
     inner: torch.Tensor
-    """A, [experts, rank, in]."""
+    """The factors A, [experts, rank, in]."""
     outer: torch.Tensor
-    """B, [experts, out, rank]."""
+    """The factors B, [experts, out, rank]."""
     scale: float
+    """Factor of what LoRA adds."""
 
 
 Multiply = Callable[[str, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
@@ -56,14 +65,14 @@ def run_experts(
     """Run stacked experts of transformers, with products of another kind.
 
     Args:
-        experts: a module that `use_experts_implementation` decorates.
-        hidden: [tokens, width].
-        choices: the chosen experts of each token, [tokens, experts per token]; all of this rank.
-        weights: the factors of what these experts give, of the same shape.
+        experts: a module whose class transformers' `use_experts_implementation` decorates.
+        hidden: hidden states, [tokens, width].
+        choices: the chosen experts of each token, [tokens, experts per token]; this rank has all of them.
+        weights: the factors of these experts' outputs, of the same shape.
         multiply: multiplies rows by a stack, and adds its bias.
 
     Returns:
-        [tokens, width].
+        Sum of the weighted outputs of each token's experts, [tokens, width].
     """
     per_token = choices.shape[-1]
     ids, order = choices.flatten().sort()
@@ -98,22 +107,27 @@ def multiply_stack(experts: Any, name: str, rows: torch.Tensor, ids: torch.Tenso
 def _multiply(
     experts: Any, stack: torch.Tensor, rows: torch.Tensor, ends: torch.Tensor, bias: torch.Tensor | None
 ) -> torch.Tensor:
-    # A private function, as it knows which kernel runs where, in compiled code, too.
+    # transformers' private function knows which kernel runs on which device, in compiled code, too.
     product: torch.Tensor = _grouped_linear(rows, stack, ends, bias=bias, is_transposed=experts.is_transposed)
     return product
 
 
 def _keeping_source(stack: torch.Tensor, copied: torch.Tensor) -> AbstractContextManager[None]:
-    """Keep no copy of a stack for the backward, which copies it again: experts are nearly all of a model."""
-    dtype, place = copied.dtype, copied.untyped_storage()._cdata
+    """Keep no copy of a stack for the backward, in this context: the backward copies the stack again.
 
-    def pack(tensor: torch.Tensor) -> _Kept:
-        if tensor.untyped_storage()._cdata != place:
+    Experts are nearly all of a model's weights, so copies of them would be the largest part of its activations.
+    """
+    dtype, storage = copied.dtype, copied.untyped_storage()._cdata
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor | _ViewOfCopy:
+        if tensor.untyped_storage()._cdata != storage:
             return tensor
-        return tensor.size(), tensor.stride(), int(tensor.storage_offset())
+        return _ViewOfCopy(tensor.size(), tensor.stride(), int(tensor.storage_offset()))
 
-    def unpack(kept: _Kept) -> torch.Tensor:
-        return kept if isinstance(kept, torch.Tensor) else stack.detach().to(dtype).as_strided(*kept)
+    def unpack(kept: torch.Tensor | _ViewOfCopy) -> torch.Tensor:
+        if isinstance(kept, torch.Tensor):
+            return kept
+        return stack.detach().to(dtype).as_strided(kept.size, kept.stride, kept.offset)
 
     return torch.autograd.graph.saved_tensors_hooks(pack, unpack)
 
@@ -121,6 +135,7 @@ def _keeping_source(stack: torch.Tensor, copied: torch.Tensor) -> AbstractContex
 def add_factors(product: torch.Tensor, rows: torch.Tensor, factors: Factors, ends: torch.Tensor) -> torch.Tensor:
     """Add what LoRA gives for the rows to their product with a stack, [pairs, out]; in place."""
     inner, outer = factors.inner.to(product.dtype), factors.outer.to(product.dtype)
+    # Zeros make the rank a multiple of what the kernel takes.
     missing = -inner.shape[1] % (_ALIGNED_BYTES // inner.element_size())
     if missing:
         inner, outer = functional.pad(inner, (0, 0, 0, missing)), functional.pad(outer, (0, missing))
@@ -129,7 +144,7 @@ def add_factors(product: torch.Tensor, rows: torch.Tensor, factors: Factors, end
 
 
 def with_factors(experts: nn.Module, multiply: Multiply) -> Multiply:
-    """Give a product that adds what LoRA gives beside the stacks of these experts, for the forward that runs now."""
+    """Give a product that also adds the LoRA that `known_to` has noted beside the stacks of these experts."""
     known: dict[str, Factors] = vars(experts).get(_FACTORS, {})
 
     def add(name: str, rows: torch.Tensor, ids: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
@@ -151,8 +166,8 @@ def known_to(experts: nn.Module, name: str, factors: Factors) -> Iterator[None]:
 
 
 def is_stacked(module: nn.Module) -> bool:
-    """Whether it is a module of stacked experts that transformers' registry can run."""
-    return vars(module).keys() >= _OF_REGISTRY
+    """Whether a module is one of stacked experts that transformers' registry can run."""
+    return vars(module).keys() >= _REGISTRY_FLAGS
 
 
 def set_product(experts: nn.Module, product: Callable[..., torch.Tensor]) -> None:
@@ -161,9 +176,9 @@ def set_product(experts: nn.Module, product: Callable[..., torch.Tensor]) -> Non
 
 
 def use_products(model: nn.Module) -> None:
-    """Let stacked experts run by their products, in place, where they run as transformers does by default.
+    """Let stacked experts run by this file's products, in place, if they run in transformers' default way so far.
 
-    They compute in autocast's type then; without autocast, an adapter or packed weights, as before.
+    Under autocast they compute in its type then. Without autocast, an adapter and packed weights nothing changes.
     """
     # PEFT's model holds that of transformers.
     base = next((part for part in model.modules() if isinstance(part, PreTrainedModel)), None)
@@ -174,21 +189,22 @@ def use_products(model: nn.Module) -> None:
 
 
 def run_by_products(model: PreTrainedModel) -> bool:
-    """Let the experts of a model run by their products, in place; say whether its class takes that."""
+    """Let the experts of a model run by this file's products, in place; say whether its class takes that."""
     model.set_experts_implementation(NAME)
     return NAME in model.get_experts_implementation().values()
 
 
 def _run(experts: Any, hidden: torch.Tensor, choices: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    """Run a module of experts; models call it by transformers' registry."""
     product = vars(experts).get(_PRODUCT)
     if product is None and not vars(experts).get(_FACTORS) and not torch.is_autocast_enabled(hidden.device.type):
         # Nothing to add: no LoRA beside these experts, or another model of the same config.
         whole: torch.Tensor = ALL_EXPERTS_FUNCTIONS[DEFAULT](experts, hidden, choices, weights)
         return whole
-    return run_experts(
-        experts, hidden, choices, weights, with_factors(experts, partial(product or multiply_stack, experts))
-    )
+    multiply = partial(multiply_stack if product is None else product, experts)
+    return run_experts(experts, hidden, choices, weights, with_factors(experts, multiply))
 
 
-# At the import: a process that is given a model's config may make a model of it before it calls anything else here.
+# It is registered at the import: a process that is given a model's config may make a model of it before it calls
+# anything else here.
 ALL_EXPERTS_FUNCTIONS.register(NAME, _run)

@@ -1,11 +1,11 @@
-"""The loss of targets that an encoder-decoder writes, and whether a model's type gives it row by row.
+"""The loss of the targets of an encoder-decoder, and a check that a type's own loss is this sum over targets.
 
     source                  target         decoder reads          loss at
     a b c </s> . .          x y </s>       start x y              x y </s>
     d e f g h </s>          z </s> .       start z .              z </s>
 
-The type's own forward moves the labels and puts its start token in front. A sum over targets does not depend on which
-rows stand together, so that micro batches of any sizes add up to the global batch; a small model of the type is asked.
+The type's own forward moves the labels by one and puts its start token in front. A sum over targets does not depend on
+which rows stand together, so micro batches of any sizes add up to the global batch. A small model of the type is tried.
 """
 
 from __future__ import annotations
@@ -28,15 +28,16 @@ from hfdist.models.shrink import shrink
 _BOUND = 1e-5
 """Largest relative difference in float32; another loss, or rows that change each other, make 1e-4 and more."""
 _SIZES = ((12, 4), (7, 6))
-"""Tokens of the source and of the target of each row that is tried."""
+"""Tokens of the source and of the target, for each row of the trial."""
 _START = "decoder_start_token_id"
+"""Field of a config: the token that the decoder reads first."""
 
 
 def sum_target_losses(model: nn.Module, batch: Mapping[str, torch.Tensor]) -> torch.Tensor:
     """Give the sum of the losses of all targets, in float32.
 
     Args:
-        model: as the engine gives it.
+        model: an encoder-decoder, perhaps in the wrapper of a layout.
         batch: `input_ids` and `attention_mask` of sources, shape [rows, tokens]; `labels` of targets, shape
             [rows, target tokens], IGNORED where a row has fewer.
     """
@@ -61,12 +62,15 @@ def sum_hidden_losses(model: nn.Module, batch: Mapping[str, torch.Tensor]) -> to
 
 
 def check_target_loss(config: ModelConfig, architecture: PreTrainedConfig) -> None:
-    """Check that a type's loss is the sum over its targets, whatever stands in a batch. Needs no weights.
+    """Check that a type's loss is the sum over its targets, whatever else is in a batch. Needs no weights.
 
-    Random weights get the start token from the tokenizer, later.
+    Args:
+        config: the run's config of the model. A model with random weights may lack a start token: the tokenizer gives
+            it one later.
+        architecture: the model's config, as `find_architecture` gives it.
 
     Raises:
-        ConfigError: it is another one, there is no start token, or blocks are left out at random.
+        ConfigError: the loss is another one, there is no start token, or blocks are left out at random.
     """
     where = "model.name" if config.name else "model.type"
     for field in ("encoder_layerdrop", "decoder_layerdrop"):
@@ -87,13 +91,14 @@ def check_target_loss(config: ModelConfig, architecture: PreTrainedConfig) -> No
 
 @unset_fake_temporarily()
 def _find_problem(architecture: PreTrainedConfig, *, is_new: bool) -> str | None:
+    """Say why the loss of a small model is not the sum over its targets; None: it is. `is_new`: with random weights."""
     with torch.random.fork_rng(devices=[]):
         try:
             small = shrink(architecture)
             if is_new:
                 fill_special_ids(small, 0)
             elif getattr(architecture, _START, None) is None:
-                # A default of the class is not what the files say; some types begin with the end of the target.
+                # The class would set a default, which the files of the model do not have.
                 setattr(small, _START, None)
             small._attn_implementation = "eager"
             return _difference(make_of_config(small, Head.targets))
@@ -103,10 +108,13 @@ def _find_problem(architecture: PreTrainedConfig, *, is_new: bool) -> str | None
 
 @torch.no_grad()
 def _difference(model: PreTrainedModel) -> str | None:
-    """Compare two rows together with the model's own loss of them, and with each row by itself."""
+    """Say how the sum of two rows' losses differs from the model's own or from that row by row; None: it does not."""
     generator = torch.Generator().manual_seed(0)
-    most = min(model.config.get_text_config(decoder=True).vocab_size, 100)
-    rows = [[torch.randint(most // 4, most, (size,), generator=generator) for size in sizes] for sizes in _SIZES]
+    vocab_size = min(model.config.get_text_config(decoder=True).vocab_size, 100)
+    # Low ids may be special tokens.
+    rows = [
+        [torch.randint(vocab_size // 4, vocab_size, (size,), generator=generator) for size in sizes] for sizes in _SIZES
+    ]
     together = pad_pairs(rows)
     num_targets = sum(size for _, size in _SIZES)
     ours = sum_target_losses(model, together)
@@ -123,11 +131,15 @@ def fill_special_ids(architecture: PreTrainedConfig, token: int) -> None:
     """Give a new model's config, in place, the ids of padding and of the start of a target that it lacks.
 
     They are one token, as in T5.
+
+    Args:
+        architecture: the model's config.
+        token: the id of padding, where the config has none.
     """
-    pad = getattr(architecture, "pad_token_id", None)
-    architecture.pad_token_id = pad = token if pad is None else pad
+    if getattr(architecture, "pad_token_id", None) is None:
+        architecture.pad_token_id = token
     if getattr(architecture, _START, None) is None:
-        setattr(architecture, _START, pad)
+        setattr(architecture, _START, architecture.pad_token_id)
 
 
 def pad_pairs(rows: list[list[torch.Tensor]]) -> dict[str, torch.Tensor]:
@@ -147,6 +159,7 @@ def pad_pairs(rows: list[list[torch.Tensor]]) -> dict[str, torch.Tensor]:
 
 
 def _stack(rows: tuple[torch.Tensor, ...], fill: int) -> torch.Tensor:
+    """Stack rows of tokens, filled up at their ends to the longest; shape [rows, tokens]."""
     stacked = torch.full((len(rows), max(1, *map(len, rows))), fill)
     for number, row in enumerate(rows):
         stacked[number, : len(row)] = row

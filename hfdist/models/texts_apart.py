@@ -1,4 +1,4 @@
-"""The texts of packed rows, each in a row of its own: for models in which texts of one row would see each other.
+"""Takes packed rows apart, so that each text has a row of its own: texts of one row would see each other in encoders.
 
     row 0   a a a b b           ids [texts, longest]   a a a .     mask   1 1 1 0
     row 1   c c c c .                                  b b . .            1 1 0 0
@@ -17,26 +17,27 @@ import torch
 
 @dataclass(frozen=True)
 class TextsApart:
-    """Where the tokens of texts stand: among all tokens of a packed batch, and in a row for each text."""
+    """The places of the tokens of texts, both in a packed batch and in rows of one text each."""
 
     tokens: torch.Tensor
     """Places of the texts' tokens among all tokens of the batch, in order; shape [tokens of texts]."""
     texts: torch.Tensor
-    """For each of these tokens: the number of its text; shape [tokens of texts]."""
+    """Numbers of the texts to which these tokens belong; shape [tokens of texts]."""
     places: torch.Tensor
-    """For each of these tokens: its place in its text; shape [tokens of texts]."""
+    """Places of these tokens in their texts; shape [tokens of texts]."""
     mask: torch.Tensor
     """1 at tokens, 0 at padding; shape [texts, longest]."""
 
     @classmethod
     def of(cls, is_first: torch.Tensor, is_text: torch.Tensor) -> TextsApart:
-        """Find them.
+        """Find the texts of packed rows.
 
         Args:
-            is_first: whether a token is the first one of a text; shape [rows, tokens]. The first token of a row is.
-            is_text: whether a token is one of a text; shape [rows, tokens]. The tokens of a text have none between them
-                that is not. Where there is no text at all, the first token of the batch is taken for one, so that the
-                model has something to read.
+            is_first: whether a token is the first one of a text; shape [rows, tokens]. True for the first token of
+                each row.
+            is_text: whether a token belongs to a text; shape [rows, tokens]. No other token stands between those of one
+                text. If the batch has no text at all, its first token counts as one, so that the model has something
+                to read.
         """
         is_text, is_first = is_text.flatten(), is_first.flatten()
         if not bool(is_text.any()):
@@ -50,15 +51,20 @@ class TextsApart:
         return cls(tokens, texts, places, mask)
 
     def take_apart(self, values: torch.Tensor, fill: int = 0) -> torch.Tensor:
-        """Give values of tokens, of shape [rows, tokens], text by text; shape [texts, longest]."""
+        """Give values of tokens, of shape [rows, tokens], text by text, filled up; shape [texts, longest]."""
         apart = values.new_full(self.mask.shape, fill)
         apart[self.texts, self.places] = values.flatten()[self.tokens]
         return apart
 
     def put_back(self, values: torch.Tensor, num_tokens: int) -> torch.Tensor:
-        """Give values of shape [texts, longest, ...] at the places of the batch; shape [num_tokens, ...], 0 elsewhere.
+        """Put values of texts back at the places of their tokens in the batch; all other places get 0.
 
-        `num_tokens`: of all rows of the batch.
+        Args:
+            values: values of shape [texts, longest, ...].
+            num_tokens: number of tokens in all rows of the batch.
+
+        Returns:
+            Values of shape [num_tokens, ...].
         """
         back = values.new_zeros(num_tokens, *values.shape[2:])
         return back.index_copy(0, self.tokens, values[self.texts, self.places])

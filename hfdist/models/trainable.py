@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import cast
 
+import torch
 from torch import nn
 from transformers import PreTrainedModel
 
@@ -30,12 +31,14 @@ class TrainableParameters:
     """`adapter.*`, `train.freeze` and `train.train_only`, as `build_model` needs them."""
 
     base: ModelConfig = field(default_factory=ModelConfig)
-    """The model by the name that the user gave, not a place on this machine: an adapter says what it belongs to."""
+    """The model under the name that the user gave, and not a folder of this machine: an adapter's files repeat it."""
     adapter: AdapterConfig = field(default_factory=AdapterConfig)
     freeze: tuple[str, ...] = ()
+    """Patterns of names of parameters that are not trained."""
     train_only: tuple[str, ...] = ()
+    """Patterns of names of the only parameters that are trained; empty: all are."""
     reads_images: bool | None = None
-    """Whether a model of image and text reads images in this run; None: it is none, or nobody knows."""
+    """Whether a model of image and text reads images in this run; None: the config does not say."""
     has_values: bool = False
     """Whether the model gets a head of values, which is trained, too."""
     unreached: frozenset[str] = frozenset()
@@ -47,7 +50,7 @@ class TrainableParameters:
     def of(
         cls, config: RunConfig, *, unreached: frozenset[str] = frozenset(), example: ImageBatch | None = None
     ) -> TrainableParameters:
-        """Take the keys out of a config."""
+        """Take the keys out of a run's config; the other arguments are the fields of these names."""
         return cls(
             base=config.model,
             adapter=config.adapter,
@@ -68,12 +71,12 @@ class TrainableParameters:
         """Put the adapter in, and freeze what is not trained; in place, and before `layout.partition`.
 
         Args:
-            model: as its constructor left it.
+            model: the model as its constructor left it.
             seed: seeds the adapter's first weights.
             layout: how the model is partitioned.
 
         Raises:
-            ConfigError: what the model does not have, or nothing that is left to train.
+            ConfigError: a layer or parameter is named that the model does not have, or nothing is left to train.
         """
         if self.adapter.is_used:
             add_adapter(model, self.adapter, self.base, seed=seed, layout=layout)
@@ -87,28 +90,39 @@ class TrainableParameters:
                 raise self._nothing_reached()
 
     def _nothing_reached(self) -> ConfigError:
-        why, hint = "the data have no images, and only what images reach was to be trained", "rows with images, or "
+        """Make the error about a run in which images decide that no parameter is trained."""
+        hint = "train.train_only=[language]"
         if self.reads_images:
-            why, hint = "no gradient of images reaches what was to be trained", ""
-        return _nothing_left(f": {why}", self.freeze, self.train_only, hint=f"{hint}train.train_only=[language]")
+            why = "no gradient of images reaches what was to be trained"
+        else:
+            why, hint = (
+                "the data have no images, and only what images reach was to be trained",
+                f"rows with images, or {hint}",
+            )
+        return _nothing_left(f": {why}", self.freeze, self.train_only, hint=hint)
 
     @contextmanager
     def kept_in_float32(self, model: nn.Module) -> Iterator[None]:
-        """Let a change of type pass by what an adapter trains: small updates vanish in half precision."""
-        kept = []
+        """Keep an adapter's trained weights in float32 while the model's type is changed in this context.
+
+        Small updates vanish in half precision.
+        """
+        values: dict[nn.Parameter, torch.Tensor] = {}
         if self.adapter.is_used:
-            kept = [(p, p.data.float()) for p in model.parameters() if p.requires_grad and p.is_floating_point()]
+            trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+            values = {parameter: parameter.data.float() for parameter in trained if parameter.is_floating_point()}
         yield
-        for parameter, value in kept:
+        for parameter, value in values.items():
             parameter.data = value
 
 
 def freeze_by_name(model: nn.Module, *, freeze: Sequence[str], train_only: Sequence[str]) -> None:
-    """Leave those parameters trainable that `train_only` names and `freeze` does not, of those that are; in place.
+    """Freeze the parameters that `freeze` names, and those that `train_only` does not name; in place.
 
     Args:
-        model: whole or partitioned.
-        freeze: shell-style patterns of whole names, `*` also stands for dots; or parts of a model of image and text.
+        model: the model, whole or partitioned; parameters that are frozen already stay so.
+        freeze: shell-style patterns of whole names, in which `*` also stands for dots; or names of the parts of a model
+            of image and text.
         train_only: patterns of the same kind; empty: all parameters.
 
     Raises:
@@ -129,6 +143,7 @@ def freeze_by_name(model: nn.Module, *, freeze: Sequence[str], train_only: Seque
 
 
 def _nothing_left(why: str, freeze: Sequence[str], train_only: Sequence[str], *, hint: str) -> ConfigError:
+    """Make the error about a model without a trainable parameter; `why`: the end of its first sentence."""
     found = f"freeze={list(freeze)}, train_only={list(train_only)}"
     return ConfigError(f"nothing is left to train{why}", where="train.freeze, train.train_only", found=found, hint=hint)
 
@@ -136,12 +151,22 @@ def _nothing_left(why: str, freeze: Sequence[str], train_only: Sequence[str], *,
 def _matches(
     names: dict[nn.Parameter, list[str]], patterns: Sequence[str], key: str, parts: Mapping[str, list[str]]
 ) -> dict[nn.Parameter, list[str]]:
-    """Find the parameters of which any name matches. A tied one has several names, and is one parameter for all."""
+    """Find the parameters of which one name or more matches a pattern; a tied parameter has several names.
+
+    Args:
+        names: all names of each parameter.
+        patterns: shell-style patterns, or names of parts.
+        key: the config key that gives the patterns, for messages.
+        parts: names of the parameters of each part of a model of image and text.
+
+    Returns:
+        The parameters with all their names.
+    """
     found: dict[nn.Parameter, list[str]] = {}
-    # The name of a part stands for those of its parameters.
+    # The name of a part stands for the names of its parameters.
     patterns = [name for pattern in patterns for name in parts.get(pattern) or [pattern]]
     for pattern in patterns:
-        matching = {p: aliases for p, aliases in names.items() if fnmatch.filter(aliases, pattern)}
+        matching = {parameter: aliases for parameter, aliases in names.items() if fnmatch.filter(aliases, pattern)}
         if not matching:
             raise _no_match([name for aliases in names.values() for name in aliases], pattern, key)
         found |= matching
@@ -153,6 +178,7 @@ def _matches(
 
 
 def _no_match(names: list[str], pattern: str, key: str) -> ConfigError:
+    """Make the error about a pattern that matches no name, with the nearest names as a hint."""
     # Blocks have the same names but for their numbers.
     kinds = list(dict.fromkeys(re.sub(r"\.\d+\.", ".*.", name) for name in names))
     if any(name.startswith(f"{pattern}.") for name in names):

@@ -1,10 +1,10 @@
-"""A head of values beside the head of tokens: how much reward the policy still expects, at each token.
+"""A head of values beside the head of tokens: it predicts, at each token, the reward that is still to come.
 
     hidden states [rows, tokens, width]  ->  output embedding  ->  logits [rows, tokens, vocabulary]
                                          ->  value_head        ->  values [rows, tokens]
 
-It is a layer of the model, so each layout shards, clips and saves it like any other one. The policy's files do not have
-it: a checkpoint keeps it beside the optimizer's state (`checkpoint/save_plan.py`).
+It is a layer of the model, so each layout shards, clips and saves it like any other one. The policy's own files do not
+have it: a checkpoint keeps it beside the optimizer's state.
 """
 
 from __future__ import annotations
@@ -31,7 +31,11 @@ def is_of_value_head(name: str) -> bool:
 
 
 def check_value_head(model: PreTrainedModel) -> None:
-    """Raise a ConfigError if the model does not say which layer predicts tokens: a head of values stands beside it."""
+    """Check that a model names the layer that predicts its tokens: a head of values reads the same states.
+
+    Raises:
+        ConfigError: it names none.
+    """
     # Any: transformers says of an embedding that it is a module or a tensor.
     head: Any = model.get_output_embeddings()
     if not isinstance(getattr(head, "weight", None), torch.Tensor):
@@ -43,21 +47,29 @@ def check_value_head(model: PreTrainedModel) -> None:
 
 
 def add_value_head(model: PreTrainedModel, dtype: torch.dtype) -> None:
-    """Add the head to a model that has all its layers, in place; `draw_value_head` gives it its values."""
+    """Add a head of values of type `dtype` to a model with all its layers, in place.
+
+    Its weight gets its random values later, from `draw_value_head`.
+    """
     head: Any = model.get_output_embeddings()
     model.add_module(_NAME, nn.Linear(whole_shape(head.weight)[1], 1, bias=False, dtype=dtype))
 
 
 def draw_value_head(model: PreTrainedModel, seed: int, layout: Partitioning) -> None:
-    """Give the head the random values that `seed` determines, in any layout."""
+    """Give the weight of the head of values its random values, which `seed` determines in any layout."""
     initialize_by_name(model, seed, layout, only={_WEIGHT})
 
 
 @contextmanager
 def noting_values(model: nn.Module) -> Iterator[list[torch.Tensor]]:
-    """Note in the block's list the values that the next forward of `model` gives; shape [rows, tokens], float32.
+    """Note the values that the next forward gives, in this context.
 
-    `model` is what the engine gives, perhaps one stage. The list stays empty where a stage ends before the head.
+    Args:
+        model: the model in the wrapper of its layout, or one stage of it.
+
+    Yields:
+        A list, to which the forward adds the values, float32 of shape [rows, tokens]. It stays empty where a stage ends
+        before the head.
     """
     base: Any = model
     while not isinstance(base, PreTrainedModel):

@@ -1,4 +1,4 @@
-"""The vocabulary of a model, fitted to its tokenizer."""
+"""Fits the vocabulary in a model's config to the tokenizer: its size, and the ids of special tokens."""
 
 from __future__ import annotations
 
@@ -14,7 +14,14 @@ from hfdist.models.target_loss import fill_special_ids
 
 
 def fit_vocabulary(architecture: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase, config: ModelConfig) -> None:
-    """Check the model's vocabulary against the tokenizer; random weights take its size, unless one is given, and ids.
+    """Check that the model has an embedding for each token; fit the config of a model with random weights, in place.
+
+    Such a model takes the tokenizer's size, unless `model.config.vocab_size` gives one, and its special ids.
+
+    Args:
+        architecture: the model's config, which is changed for random weights.
+        tokenizer: the run's tokenizer.
+        config: the run's config of the model.
 
     Raises:
         ConfigError: the tokenizer has more tokens than the model has embeddings, or lacks one that the type must have.
@@ -36,7 +43,7 @@ def fit_vocabulary(architecture: PreTrainedConfig, tokenizer: PreTrainedTokenize
         found = f"{text.vocab_size} embeddings, {size} tokens"
         raise ConfigError(what, where=where, found=found, allowed=f">= {size} embeddings", hint=hint)
     if is_random:
-        # In a model for text and images the config of the text part has special ids of its own.
+        # In a model of image and text, the config of the part for text has special ids of its own.
         _take_special_ids(architecture, tokenizer)
         _take_special_ids(text, tokenizer)
         if architecture.is_encoder_decoder:
@@ -44,6 +51,7 @@ def fit_vocabulary(architecture: PreTrainedConfig, tokenizer: PreTrainedTokenize
 
 
 def _take_special_ids(architecture: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Set the ids of special tokens in a config to those of the tokenizer."""
     for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
         try:
             setattr(architecture, name, getattr(tokenizer, name))
@@ -54,8 +62,8 @@ def _take_special_ids(architecture: PreTrainedConfig, tokenizer: PreTrainedToken
 
 
 def _give_embeddings(architecture: PreTrainedConfig, config: ModelConfig, size: int) -> str:
-    """Say how a model with more embeddings is made of this one and its tokenizer: a command, and what to start then."""
-    # The class that the files name: one without their head would leave it out.
+    """Give a command that makes a folder with more embeddings from this model, and the override for the next start."""
+    # The class that the model's files name: a class without their head would leave the head out.
     named = architecture.architectures or ()
     model_class = next((name for name in named if hasattr(transformers, name)), "AutoModelForCausalLM")
     code = (

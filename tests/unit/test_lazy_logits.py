@@ -12,7 +12,7 @@ from transformers import LlamaForCausalLM
 from transformers.loss.loss_utils import ForCausalLMLoss
 
 from hfdist.config.composition.compose import compose_config
-from hfdist.models.loss import LossHead, UntriedError, choose_loss, refuse_model
+from hfdist.models.loss import LossHead, UntriedError, choose_loss, why_model_needs_logits
 from hfdist.models.loss.choose import FEW_LOGITS
 from hfdist.models.loss.chunked import CHUNK_LOGITS, LEAST_ROWS, ChunkedLoss, _fusable, _losses_and_gradient
 from hfdist.models.loss.deferred_rows import LogitsOperation, cast
@@ -338,7 +338,7 @@ def config(loss):
 def test_what_could_not_be_tried_is_taken_only_where_it_is_asked_for(caplog):
     model = llama(OneWidth, hidden_size=96)
     with pytest.raises(UntriedError, match="only this width"):
-        refuse_model(model)
+        why_model_needs_logits(model)
     with caplog.at_level(logging.INFO, "hfdist"):
         assert choose_loss(config("auto"), model, Partitioning()) is None
         assert choose_loss(config("chunked"), model, Partitioning()) is not None
@@ -366,7 +366,7 @@ def test_few_logits_are_made_whole():
 
 @pytest.mark.parametrize(("kind", "why"), [(Insists, "no tensor"), (Subtracts, "__sub__"), (Own, None)])
 def test_whatever_goes_wrong_with_deferred_logits_means_whole_ones(kind, why):
-    reason = refuse_model(llama(kind))
+    reason = why_model_needs_logits(llama(kind))
     assert reason == (why and f"{kind.__name__} needs them whole ({why})")
 
 

@@ -75,7 +75,7 @@ def test_models_that_read_what_pads_rows_or_keep_something_else_do_without(kind,
 
 
 def test_a_cache_that_mixes_rows_up_is_noticed(monkeypatch):
-    monkeypatch.setattr(_Keys, "move", lambda *_: None)
+    monkeypatch.setattr(_Keys, "move_rows", lambda *_: None)
     assert "logits differ" in find_cache_problem(make_model("llama"))
 
 

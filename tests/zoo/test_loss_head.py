@@ -2,7 +2,7 @@
 
 import pytest
 
-from hfdist.models.loss import refuse_model
+from hfdist.models.loss import why_model_needs_logits
 from tests.zoo.models import tiny_model
 
 pytestmark = pytest.mark.zoo
@@ -14,7 +14,7 @@ SOME = ("cohere2", "falcon_mamba", "gemma2", "gpt2", "granitemoehybrid", "llama"
 
 
 def check(model_type):
-    reason = refuse_model(tiny_model(model_type))
+    reason = why_model_needs_logits(tiny_model(model_type))
     assert (reason is None) == (model_type not in NEED_LOGITS), reason
     assert reason is None or "needs them whole" in reason
 

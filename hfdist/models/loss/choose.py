@@ -24,15 +24,18 @@ from hfdist.models.loss.chunked import ChunkedLoss
 from hfdist.models.loss.deferred_rows import DeferredRows, DeferringHead
 from hfdist.models.loss.lazy_logits import deferring
 from hfdist.models.partitioning import Partitioning
-from hfdist.models.probing import run_small, small_model
+from hfdist.models.probing import SmallRun, run_small, small_model
 
 logger = logging.getLogger(__name__)
 
-_LOSS_BOUND, _GRADIENT_BOUND = 1e-5, 1e-4
+_LOSS_BOUND = 1e-5
+"""Largest relative difference of a small model's loss: the sums are rounded in another order."""
+_GRADIENT_BOUND = 1e-4
+"""Largest norm of the difference of all gradients of a small model, as a share of their norm."""
 
 FEW_LOGITS = 2**19
-"""Logits of a micro batch: up to here torch's own loss of whole ones is faster, by a third at half as many, and all
-that it holds is less than one chunk of a CPU."""
+"""Up to so many logits of a micro batch, torch's own loss of whole logits is faster: by a third at half of them. All
+that it holds then is less than one chunk of a CPU."""
 
 
 class LossHead:
@@ -50,9 +53,12 @@ class LossHead:
         self._is_over = False
 
     def deferring(self, model: nn.Module) -> AbstractContextManager[object]:
-        """Compute losses without whole logits in this context: of a model as the Trainer calls it, or of one stage.
+        """Let the model compute its loss without whole logits, in this context.
 
-        Whoever calls the model in it wants the loss and not the logits, with gradients or without.
+        Whoever calls the model in the context wants the loss and not the logits, with gradients or without.
+
+        Args:
+            model: the model as the Trainer calls it, in its wrappers, or one stage of a pipeline.
         """
         base: Any = model
         while not isinstance(base, PreTrainedModel):
@@ -106,25 +112,30 @@ def _gathered(model: nn.Module, head: nn.Module) -> Iterator[None]:
 def choose_loss(
     config: RunConfig, model: PreTrainedModel, layout: Partitioning, *, by_size: bool = True
 ) -> LossHead | None:
-    """Find what computes the loss; None: the model by itself, from all logits.
+    """Choose what computes the training loss, as `model.loss` asks.
 
     Args:
         config: config of the run.
-        model: whole or partitioned.
+        model: the run's model, whole or partitioned.
         layout: how the run partitions the model.
-        by_size: whether `auto` looks at the micro batch of `config`.
+        by_size: whether `model.loss=auto` takes whole logits where a micro batch has few of them.
+
+    Returns:
+        What computes the loss from some rows at a time; None: the model computes it by itself, from all logits.
 
     Raises:
-        ConfigError: what the config asks for does not work here.
+        ConfigError: `model.loss=chunked` does not work with this run or this model.
     """
     asked = config.model.loss
     if asked is Loss.full:
         return None
+    looks_at_size = asked is Loss.auto and by_size
     try:
-        reason = _refuse_run(config, model, layout)
-        if reason is None and asked is Loss.auto and by_size and _has_few_logits(config, model, layout):
+        reason = _why_run_needs_logits(config, model, layout)
+        if reason is None and looks_at_size and _has_few_logits(config, model, layout):
             reason = "a micro batch has few"
-        reason = reason or refuse_model(model)
+        if reason is None:
+            reason = why_model_needs_logits(model)
     except UntriedError as error:
         reason = str(error)
         if asked is not Loss.auto:
@@ -139,7 +150,8 @@ def choose_loss(
     return None
 
 
-def _refuse_run(config: RunConfig, model: PreTrainedModel, layout: Partitioning) -> str | None:
+def _why_run_needs_logits(config: RunConfig, model: PreTrainedModel, layout: Partitioning) -> str | None:
+    """Say why this run must hold all logits; None: its config, its layout and the model's head allow deferred ones."""
     if config.train.compile is Compile.model:
         return "train.compile=model compiles the head with the rest"
     if config.train.precision is Precision.fp16:
@@ -155,10 +167,15 @@ def _refuse_run(config: RunConfig, model: PreTrainedModel, layout: Partitioning)
 
 
 def _has_few_logits(config: RunConfig, model: PreTrainedModel, layout: Partitioning) -> bool:
-    """Whether whole logits cost less. All ranks find the same, as by the config and not by the rows of a batch."""
-    if layout.sharing_keys or config.train.precision is not Precision.fp32 or config.task.name.traits.is_reinforcement:
-        # Gathers are counted for deferred logits. In few bits, the gradient of whole logits is rounded more often. The
-        # answers to a prompt are several rows.
+    """Whether a micro batch has so few logits that whole ones cost less: by the config, so alike on all ranks."""
+    if layout.sharing_keys:
+        # Plans count the gathers of a sharded head as deferred logits need them.
+        return False
+    if config.train.precision is not Precision.fp32:
+        # In few bits, the gradient of whole logits is rounded more often.
+        return False
+    if config.task.name.traits.is_reinforcement:
+        # The several answers to a prompt are rows of their own, so `micro_batch_size` does not count the rows.
         return False
     train = config.train
     rows = max(train.micro_batch_size, train.eval_micro_batch_size or 0) * config.data.sequence_length
@@ -170,8 +187,11 @@ class UntriedError(Exception):
 
 
 @unset_fake_temporarily()
-def refuse_model(model: PreTrainedModel) -> str | None:
+def why_model_needs_logits(model: PreTrainedModel) -> str | None:
     """Try a small model of the same class. Every rank does so by itself, and all ranks find the same.
+
+    Args:
+        model: the run's model, of which the class and the config are read.
 
     Returns:
         Why the model needs all its logits; None: it does not.
@@ -179,32 +199,39 @@ def refuse_model(model: PreTrainedModel) -> str | None:
     Raises:
         UntriedError: the small model cannot be made or run.
     """
-    seen: list[DeferredRows] = []
     with torch.random.fork_rng(devices=[]):
         try:
             small = small_model(model)
             head = small.get_output_embeddings()
             vocabulary = _vocabulary(head)
-            before = run_small(small)
+            expected = run_small(small)
         except Exception as error:  # whatever a model raises that cannot be made small
             raise UntriedError(f"it cannot be tried on a small {type(model).__name__}: {first_line(error)}") from error
-        chunked = ChunkedLoss(torch.device("cpu"), chunk_logits=3 * vocabulary)
+        return _why_not_deferred(small, head, vocabulary, expected)
 
-        def loss(rows: DeferredRows) -> torch.Tensor:
-            seen.append(rows)
-            return chunked(rows)
 
-        try:
-            with deferring(head, vocabulary, loss) as deferred:
-                after = run_small(small)
-            used = deferred.made_whole[0] if deferred.made_whole else None if seen else "a loss of its own"
-            if used is None:
-                loss_difference = abs(after[0] - before[0]) / abs(before[0])
-                gradient_difference = float((after[1] - before[1]).norm() / before[1].norm())
-        except Exception as error:  # whatever a model raises that was given no tensor
-            used = first_line(error)
-    if used is not None:
-        return f"{type(model).__name__} needs them whole ({used})"
+def _why_not_deferred(small: PreTrainedModel, head: nn.Module, vocabulary: int, expected: SmallRun) -> str | None:
+    """Run a small model with deferred logits, and say why the run is not `expected`; None: it is."""
+    name = type(small).__name__
+    # Several chunks of three rows each.
+    chunked = ChunkedLoss(torch.device("cpu"), chunk_logits=3 * vocabulary)
+    computed: list[DeferredRows] = []
+
+    def loss(rows: DeferredRows) -> torch.Tensor:
+        computed.append(rows)
+        return chunked(rows)
+
+    try:
+        with deferring(head, vocabulary, loss) as deferred:
+            found = run_small(small)
+        loss_difference = abs(found.loss - expected.loss) / abs(expected.loss)
+        gradient_difference = float((found.gradients - expected.gradients).norm() / expected.gradients.norm())
+    except Exception as error:  # whatever a model raises that was given no tensor
+        return f"{name} needs them whole ({first_line(error)})"
+    if deferred.made_whole:
+        return f"{name} needs them whole ({deferred.made_whole[0]})"
+    if not computed:
+        return f"{name} needs them whole (a loss of its own)"
     if loss_difference <= _LOSS_BOUND and gradient_difference <= _GRADIENT_BOUND:
         return None
     return f"it differs: loss by {loss_difference:.1e}, gradients by {gradient_difference:.1e} of their norm"

@@ -1,23 +1,25 @@
-"""Cross entropy of a head's logits, a chunk of rows at a time; gradients are computed on the way, as all is at hand.
+"""The loss of hidden states without whole logits: a chunk of rows at a time, with its gradients in the same forward.
 
-    rows     [rows, width]      chunk by chunk: logits, their loss, their gradient, and from it the gradients of
-    weight   [vocabulary, width]                the chunk's rows and of the head, which are kept; logits are not
-
-Where the loss is not the sum but another function of the rows' losses, these are computed first, and the rows'
-gradients are multiplied by what the function's gradient is.
+    for each chunk:   hidden [rows, width]  ->  logits [rows, vocabulary]  ->  losses [rows]
+                                                        |
+                                             gradient by the logits        ->  gradient by the chunk's hidden states
+                                                                           ->  gradient by the head, added up
+    kept for the backward: the two gradients on the right; the logits and their gradient are freed with the chunk
 
 A backward only multiplies what is kept by the gradient of the sum. What is kept is float32, rounded after that and not
-before: 8 bits times a number such as 1/1025, rounded to 8 bits again, are too large by a thousandth throughout. Rows
-and head have nodes of their own in the graph, so that a pipeline schedule can run them apart.
+before: 8 bits times a number such as 1/1025, rounded to 8 bits again, are too large by a thousandth throughout. Hidden
+states and head have nodes of their own in the graph, so that a pipeline schedule can run their backwards apart.
 
-Where the rows of the head lie on several ranks, each has the logits of its own, and the ranks add up what they must.
+Where the loss is not the sum of the rows' losses but another function of them, the losses are computed first, and each
+row's gradients are multiplied by the function's gradient. Where the rows of the head lie on several ranks, each rank
+has the logits of its own, and the ranks add up what all need.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 from typing import cast as cast_type
 
 import torch
@@ -33,19 +35,32 @@ from hfdist.models.loss.teacher_rows import divergences
 logger = logging.getLogger(__name__)
 
 CHUNK_LOGITS = {"cpu": 2**23, "cuda": 2**28}
-"""Logits of a chunk: on a CPU little memory, on a GPU enough for a full-speed product."""
+"""Logits of a chunk, by the kind of device: on a CPU little memory, on a GPU enough for a full-speed product."""
 
 LEAST_ROWS = 128
-"""A chunk has at least as many, however large the vocabulary: each reads and writes the gradient of the whole head."""
+"""Least rows of a chunk, for any vocabulary: each chunk reads and writes the gradient of the whole head."""
 
 TENSORS_OF_DIVERGENCE = 8
 """Tensors of a chunk's size that exist at a time where the loss is the divergence from a teacher."""
 
 _LossesAndGradient = Callable[[torch.Tensor, torch.Tensor, int], tuple[torch.Tensor, torch.Tensor]]
+"""Takes logits [rows, vocabulary], targets [rows] and the index of rows without a target; gives the token losses [rows]
+and the gradient of their sum by the logits."""
+
+
+class _Computed(NamedTuple):
+    """The losses of all rows, and the gradients of their sum, or of a weighted sum."""
+
+    losses: torch.Tensor
+    """Loss of each row, not weighted; float32 of shape [rows]."""
+    row_gradients: torch.Tensor | None
+    """Gradients by the hidden states, float32 of shape [rows, width]; None: not asked for."""
+    parameter_gradients: list[torch.Tensor | None]
+    """Gradients by the head's trained parameters, float32."""
 
 
 class ChunkedLoss:
-    """Sums token losses of deferred rows; see `SumOfLosses`.
+    """The sum of token losses of deferred rows, computed chunk by chunk: a `SumOfLosses`.
 
     Args:
         device: the device of hidden states and head.
@@ -67,10 +82,11 @@ class ChunkedLoss:
         """
         module = rows.head.module
         rows = rows._replace(targets=rows.targets.to(rows.hidden.device))
-        kept: slice | torch.Tensor = slice(None)
         num_rows = len(rows.targets)
+        kept: slice | torch.Tensor = slice(None)
         if rows.hidden.device.type == "cpu":
-            # Nothing to wait for here, and a fine-tuning batch may be prompts for the most part.
+            # Rows without a target are left out: most of a fine-tuning batch may be prompts. On a GPU, the host would
+            # have to wait for their number.
             kept = rows.targets != rows.ignore_index
             rows = rows.part(kept)
         hidden = rows.hidden
@@ -80,30 +96,31 @@ class ChunkedLoss:
         chunk_rows = self._chunk_rows(detached, shard)
         with torch.no_grad():
             run = self._run_linear if type(module) is nn.Linear else self._run_by_autograd
-            total, weights = None, None
+            total, factors = None, None
             if rows.reduce is not None:
-                losses, *_ = run(detached, [], chunk_rows, None, wants_rows=False)
+                losses = run(detached, [], chunk_rows, None, wants_rows=False).losses
                 all_losses = losses.new_zeros(num_rows)
                 all_losses[kept] = losses
                 if not (parameters or hidden.requires_grad):
                     return rows.reduce(all_losses)
-                total, weights = _differentiated(rows.reduce, all_losses)
-                weights = weights[kept]
-            losses, of_rows, of_parameters = run(
-                detached, parameters, chunk_rows, weights, wants_rows=hidden.requires_grad
-            )
-            total = losses.sum() if total is None else total
-            # Another class runs its own forward, whose backward has summed.
-            if shard is not None and of_rows is not None and type(module) is nn.Linear:
-                dist.all_reduce(of_rows, group=shard.group)
-        if of_rows is not None:
-            total = _RowsPart.apply(hidden, total, of_rows)
+                total, all_factors = _differentiated(rows.reduce, all_losses)
+                factors = all_factors[kept]
+            computed = run(detached, parameters, chunk_rows, factors, wants_rows=hidden.requires_grad)
+            if total is None:
+                total = computed.losses.sum()
+            row_gradients = computed.row_gradients
+            # A head of another class runs its own forward, whose backward has added up over the ranks.
+            if shard is not None and row_gradients is not None and type(module) is nn.Linear:
+                dist.all_reduce(row_gradients, group=shard.group)
+        if row_gradients is not None:
+            total = _RowsPart.apply(hidden, total, row_gradients)
         if parameters:
-            total = total + _HeadPart.apply(_Kept(of_parameters, [p.dtype for p in parameters]), *parameters)
+            kept_gradients = _KeptGradients(computed.parameter_gradients, [p.dtype for p in parameters])
+            total = total + _HeadPart.apply(kept_gradients, *parameters)
         return total
 
     def _chunk_rows(self, rows: DeferredRows, shard: shared_vocabulary.VocabularyShard | None) -> int:
-        """Rows of each chunk. All chunks have one size, since a GPU keeps the memory of each size."""
+        """Give the number of rows of each chunk. All have one size, since a GPU keeps memory for each size apart."""
         vocabulary, chunk_logits = rows.head.vocabulary, self._chunk_logits
         if shard is not None:
             # A teacher's logits are whole on each rank.
@@ -119,20 +136,28 @@ class ChunkedLoss:
         rows: DeferredRows,
         parameters: list[nn.Parameter],
         chunk_rows: int,
-        weights: torch.Tensor | None,
+        factors: torch.Tensor | None,
         *,
         wants_rows: bool,
-    ) -> tuple[torch.Tensor, torch.Tensor | None, list[torch.Tensor | None]]:
-        """A weight and perhaps a bias: their gradients are summed in place, in float32."""
+    ) -> _Computed:
+        """Compute the loss of a head that is a weight and perhaps a bias; their gradients are summed in float32.
+
+        Args:
+            rows: the rows, without a graph.
+            parameters: those of the head whose gradients are asked for.
+            chunk_rows: number of rows of a chunk.
+            factors: what the gradient of each row's loss is multiplied by, [rows]; None: by 1.
+            wants_rows: whether gradients by the hidden states are asked for.
+        """
         module = cast_type(nn.Linear, rows.head.module)
         dtype = compute_dtype(rows.hidden)
         with torch.autocast(rows.hidden.device.type, enabled=False):
             weight = module.weight.to(dtype)
             bias = None if module.bias is None else module.bias.to(dtype)
             sums = {id(p): torch.zeros_like(p, dtype=torch.float32) for p in parameters}
-            of_rows = torch.empty_like(rows.hidden, dtype=torch.float32) if wants_rows else None
+            row_gradients = torch.empty_like(rows.hidden, dtype=torch.float32) if wants_rows else None
             losses = rows.hidden.new_zeros(len(rows.hidden), dtype=torch.float32)
-            # One for all chunks: the system clears large memory each time that it gives it.
+            # One tensor for the logits of all chunks: the system clears large memory each time that it gives it.
             memory = torch.empty(chunk_rows, len(weight), dtype=dtype, device=rows.hidden.device)
             for begin in range(0, len(rows.hidden), chunk_rows):
                 part = slice(begin, begin + chunk_rows)
@@ -143,24 +168,24 @@ class ChunkedLoss:
                     logits = torch.mm(hidden, weight.T, out=out)
                 else:
                     logits = torch.addmm(bias, hidden, weight.T, out=out)
-                if of_rows is None and not sums and shared_vocabulary.vocabulary_shard_of(module) is None:
+                if row_gradients is None and not sums and shared_vocabulary.vocabulary_shard_of(module) is None:
                     losses[part] = _losses_alone(logits, chunk)
                     continue
                 losses[part], gradient = self._of_logits(logits, chunk)
-                if weights is not None:
-                    gradient.mul_(weights[part, None])
-                if of_rows is not None:
-                    of_rows[part] = _multiply(gradient, weight, is_wide=self._is_wide)
+                if factors is not None:
+                    gradient.mul_(factors[part, None])
+                if row_gradients is not None:
+                    row_gradients[part] = _multiply(gradient, weight, is_wide=self._is_wide)
                 if id(module.weight) in sums:
                     _accumulate(sums[id(module.weight)], gradient.T, hidden, is_wide=self._is_wide)
                 if bias is not None and id(module.bias) in sums:
                     sums[id(module.bias)] += gradient.sum(0, dtype=torch.float32)
                 # It is freed before the next chunk's is made.
                 del gradient
-        return losses, of_rows, [sums[id(p)] for p in parameters]
+        return _Computed(losses, row_gradients, [sums[id(p)] for p in parameters])
 
     def _of_logits(self, logits: torch.Tensor, rows: DeferredRows) -> tuple[torch.Tensor, torch.Tensor]:
-        """Give the losses of rows, and the gradient of their sum by what the head gave, in that one's type."""
+        """Give the losses of rows, and the gradient of their sum by the head's logits, in the type of the logits."""
         shard = shared_vocabulary.vocabulary_shard_of(rows.head.module)
         if shard is not None:
             return shared_vocabulary.losses_and_gradient(logits, rows, shard)
@@ -176,13 +201,16 @@ class ChunkedLoss:
         rows: DeferredRows,
         parameters: list[nn.Parameter],
         chunk_rows: int,
-        weights: torch.Tensor | None,
+        factors: torch.Tensor | None,
         *,
         wants_rows: bool,
-    ) -> tuple[torch.Tensor, torch.Tensor | None, list[torch.Tensor | None]]:
-        """Whatever the head is made of, such as an adapter: autograd runs it chunk by chunk."""
+    ) -> _Computed:
+        """Compute the loss of a head of any class, such as one with an adapter: autograd runs it chunk by chunk.
+
+        The arguments are those of `_run_linear`.
+        """
         sums: list[torch.Tensor | None] = [None] * len(parameters)
-        of_rows = torch.zeros_like(rows.hidden, dtype=torch.float32) if wants_rows else None
+        row_gradients = torch.zeros_like(rows.hidden, dtype=torch.float32) if wants_rows else None
         losses = rows.hidden.new_zeros(len(rows.hidden), dtype=torch.float32)
         # The loop runs at least once, since gradients of no rows are zeros, and not None.
         for begin in range(0, max(1, len(rows.hidden)), chunk_rows):
@@ -191,19 +219,21 @@ class ChunkedLoss:
                 chunk = rows.part(part)
                 hidden = chunk.hidden.requires_grad_(wants_rows)
                 chunk_losses = _losses(rows.head.forward(hidden), chunk)
-                total = chunk_losses.sum() if weights is None else chunk_losses @ weights[part]
-                wanting = [*([hidden] if wants_rows else []), *parameters]
-                gradients = list(torch.autograd.grad(total, wanting, allow_unused=True)) if wanting else []
+                total = chunk_losses.sum() if factors is None else chunk_losses @ factors[part]
+                inputs = [hidden, *parameters] if wants_rows else parameters
+                gradients = list(torch.autograd.grad(total, inputs, allow_unused=True)) if inputs else []
             losses[part] = chunk_losses.detach()
-            if of_rows is not None and (of_chunk := gradients.pop(0)) is not None:
-                of_rows[part] = of_chunk
+            if row_gradients is not None:
+                chunk_gradient = gradients.pop(0)
+                if chunk_gradient is not None:
+                    row_gradients[part] = chunk_gradient
             for number, gradient in enumerate(gradients):
                 summed = sums[number]
                 if summed is not None:
                     summed += gradient
                 elif gradient is not None:
                     sums[number] = gradient.float()
-        return losses, of_rows, sums
+        return _Computed(losses, row_gradients, sums)
 
 
 def compute_dtype(hidden: torch.Tensor) -> torch.dtype:
@@ -213,15 +243,15 @@ def compute_dtype(hidden: torch.Tensor) -> torch.dtype:
 
 
 def _differentiated(reduce: Reduce, losses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Give what `reduce` makes of the losses of rows, and its gradient by each of these."""
+    """Give the loss that `reduce` makes of the losses of rows, and its gradient by each of them, [rows]."""
     with torch.enable_grad(), torch.autocast(losses.device.type, enabled=False):
         total = reduce(losses.requires_grad_())
-        (weights,) = torch.autograd.grad(total, losses)
-    return total.detach(), weights
+        (factors,) = torch.autograd.grad(total, losses)
+    return total.detach(), factors
 
 
 def _losses(logits: torch.Tensor, rows: DeferredRows) -> torch.Tensor:
-    """Losses of a chunk, as torch computes them; shape [rows]."""
+    """Give the losses of a chunk, as torch computes them; shape [rows]."""
     for step in rows.per_row:
         logits = step(logits)
     logits, targets, ignored = logits.float(), rows.targets, rows.ignore_index
@@ -251,7 +281,8 @@ def _losses_in_place(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Give token losses, the column of each row's target [rows, 1], and the sum of each row's exponentials [rows, 1].
 
-    `wide` is float32, logits [rows, vocabulary] before, and their exponentials (less the largest) after.
+    `wide` is float32 of [rows, vocabulary]: the logits before, and after it the exponentials of the logits less the
+    largest one of their row.
     """
     is_target = targets != ignore_index
     places = targets.masked_fill(~is_target, 0)[:, None]
@@ -265,16 +296,16 @@ def _losses_in_place(
 def _losses_and_gradient(
     logits: torch.Tensor, targets: torch.Tensor, ignore_index: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Give the token losses of logits [rows, vocabulary], and the gradient of their sum by them, in their type.
+    """Give the token losses of logits [rows, vocabulary], and the gradient of their sum by the logits, in their type.
 
-    If that is float32, also in their place.
+    Logits of float32 are overwritten by the gradient.
     """
     is_target = targets != ignore_index
     gradient = logits.float()
     losses, places, sums = _losses_in_place(gradient, targets, ignore_index)
     gradient.div_(sums)
     gradient.scatter_add_(1, places, torch.full_like(places, -1, dtype=torch.float32))
-    # A pass over all of it, which a CPU can spare, where nothing waits for an answer.
+    # This pass over all logits is left out on a CPU where it changes nothing; on a GPU, to ask would be to wait.
     if logits.device.type != "cpu" or not is_target.all():
         gradient.masked_fill_(~is_target[:, None], 0)
     return losses, gradient.to(logits.dtype)
@@ -296,7 +327,7 @@ def _fusable(logits: torch.Tensor, targets: torch.Tensor, ignore_index: int) -> 
 
 
 def _compiled_if_possible(device: torch.device) -> _LossesAndGradient:
-    """Compile for this GPU, or do without where its compiler does not work, and say so."""
+    """Compile the loss for this GPU; where its compiler does not work, log that and give the loss uncompiled."""
     compiled: _LossesAndGradient = torch.compile(_fusable)
     logits = torch.zeros(2, 8, device=device)
     reason = why_not_compiled(compiled, logits, torch.zeros(2, dtype=torch.int64, device=device), -100)
@@ -322,7 +353,7 @@ def _multiply(left: torch.Tensor, right: torch.Tensor, *, is_wide: bool) -> torc
 
 
 def _has_wide_products(device: torch.device) -> bool:
-    """Whether this torch gives and adds bfloat16 products in float32 on this device: asked of a small one."""
+    """Whether this torch can give and add up bfloat16 products in float32 on this device: a small product is tried."""
     total = torch.ones(16, 16, device=device)
     half = torch.ones(16, 16, dtype=torch.bfloat16, device=device)
     try:
@@ -333,24 +364,28 @@ def _has_wide_products(device: torch.device) -> bool:
     return bool((total == 17).all()) and bool((product == 16).all())
 
 
-class _Kept:
-    """Gradients of parameters, computed in the forward, until the backward takes them."""
+class _KeptGradients:
+    """Gradients of the head's parameters, computed in the forward and held until the backward takes them."""
 
     def __init__(self, gradients: list[torch.Tensor | None], dtypes: list[torch.dtype]) -> None:
         self._gradients: list[torch.Tensor | None] | None = gradients
         self._dtypes = dtypes
 
     def take(self, factor: torch.Tensor) -> list[torch.Tensor | None]:
+        """Give the gradients times the gradient of the sum, in the types of the parameters, and hold them no longer."""
         if self._gradients is None:
             raise RuntimeError(
                 "the gradients of the head have been taken: a loss goes backward once, but with model.loss=full"
             )
         gradients, self._gradients = self._gradients, None
-        return [g if g is None else g.mul_(factor).to(dtype) for g, dtype in zip(gradients, self._dtypes, strict=True)]
+        return [
+            None if gradient is None else gradient.mul_(factor).to(dtype)
+            for gradient, dtype in zip(gradients, self._dtypes, strict=True)
+        ]
 
 
 class _RowsPart(torch.autograd.Function):
-    """The sum of losses, and its gradient by the hidden states."""
+    """A node of the graph that gives the sum of losses, and in a backward its gradient by the hidden states."""
 
     @staticmethod
     def forward(ctx: Any, hidden: torch.Tensor, total: torch.Tensor, gradient: torch.Tensor) -> torch.Tensor:
@@ -366,10 +401,10 @@ class _RowsPart(torch.autograd.Function):
 
 
 class _HeadPart(torch.autograd.Function):
-    """Nothing to add to the sum, and its gradient by the head's parameters."""
+    """A node of the graph that adds 0 to the sum of losses, and gives in a backward its gradient by the head."""
 
     @staticmethod
-    def forward(ctx: Any, kept: _Kept, *parameters: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, kept: _KeptGradients, *parameters: torch.Tensor) -> torch.Tensor:
         ctx.kept = kept
         return parameters[0].new_zeros((), dtype=torch.float32)
 

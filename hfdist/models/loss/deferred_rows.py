@@ -1,4 +1,4 @@
-"""Rows of hidden states, with what makes logits of them: what a loss takes that needs no whole logits."""
+"""The input of a loss that needs no whole logits: rows of hidden states, and how logits are made of them."""
 
 from __future__ import annotations
 
@@ -19,13 +19,17 @@ class LogitsOperation:
 
     function: Callable[..., torch.Tensor]
     others: tuple[object, ...] = ()
+    """The values that all rows share: further arguments of the function."""
 
     def __call__(self, rows: torch.Tensor) -> torch.Tensor:
-        """Apply it to logits [rows, vocabulary]."""
+        """Apply the operation to logits [rows, vocabulary]."""
         return self.function(rows, *self.others)
 
     def of_columns(self, start: int, stop: int, vocabulary: int) -> LogitsOperation:
-        """Give the same for logits of the tokens from `start` to `stop` alone: it works element by element."""
+        """Give the operation for the columns from `start` to `stop` of all `vocabulary` columns of the logits.
+
+        All operations work element by element, so it is the same one with a part of each value that has columns.
+        """
         others = tuple(
             other[..., start:stop]
             if isinstance(other, torch.Tensor) and other.ndim > 0 and other.shape[-1] == vocabulary
@@ -36,7 +40,7 @@ class LogitsOperation:
 
 
 def cast(dtype: torch.dtype) -> LogitsOperation:
-    """Give the operation that changes the type."""
+    """Give the operation that changes the type of logits to `dtype`."""
     return LogitsOperation(torch.Tensor.to, (dtype,))
 
 
@@ -48,13 +52,15 @@ class DeferringHead:
     forward: Callable[..., torch.Tensor]
     """The module's own forward, as the model had it."""
     vocabulary: int
-    """Logits of a row."""
+    """Number of logits of a row."""
     loss: SumOfLosses
+    """Computes the loss of rows of this head."""
     gathering: Callable[[], AbstractContextManager[object]] = nullcontext
-    """Makes its parameters whole for a call; it may come after the model's forward, which has freed them."""
+    """Makes the module's parameters whole for a call: the model's forward may have freed them before."""
     made_whole: list[str] = field(default_factory=list)
     """The operations that needed all logits of a batch, one entry for each time."""
     is_deferring: bool = True
+    """False: the context of `deferring` has ended, and the module is as before."""
 
 
 class DeferredRows(NamedTuple):
@@ -68,11 +74,12 @@ class DeferredRows(NamedTuple):
     per_row: tuple[LogitsOperation, ...]
     """Operations that make logits of the head's output."""
     ignore_index: int
+    """The class index of rows without a target."""
     label_smoothing: float
     reduce: Reduce | None = None
-    """What becomes of the losses of the rows; None: their sum."""
+    """Makes one loss of the losses of all rows; None: their sum."""
     teacher: TeacherRows | None = None
-    """What a row's loss is the divergence from; None: it is the cross entropy of its target."""
+    """Distributions: a row's loss is its divergence from them. None: the loss is the cross entropy of its target."""
 
     def part(self, which: slice | torch.Tensor) -> DeferredRows:
         """Give the rows of a slice, or those where a mask, bool of shape [rows], is true."""
@@ -81,7 +88,8 @@ class DeferredRows(NamedTuple):
 
 
 Reduce = Callable[[torch.Tensor], torch.Tensor]
-"""From token losses, float32 of shape [rows], to one loss; it is differentiated. A row without a target has loss 0."""
+"""Takes token losses, float32 of shape [rows], and gives one loss, which is differentiated. The loss of a row without a
+target is 0."""
 
 SumOfLosses = Callable[[DeferredRows], torch.Tensor]
-"""Gives the sum over rows, through which gradients flow to the hidden states and to the head."""
+"""Takes rows, and gives the sum of their losses, through which gradients flow to the hidden states and to the head."""

@@ -1,4 +1,4 @@
-"""The loss of a student that learns from a teacher: how far its distribution is at each target.
+"""The loss of a student that learns from a teacher: the divergence of their distributions at each target.
 
 A teacher is a model that runs beside the student, or its likeliest tokens, which come with the batch.
 """
@@ -21,8 +21,8 @@ from hfdist.models.loss.lazy_logits import Logits, deferring, sum_divergences, t
 from hfdist.models.loss.teacher_rows import TeacherRows, TopRows, WholeRows
 
 TOP_IDS, TOP_LOGS = "teacher_ids", "teacher_log_probabilities"
-"""Keys of a batch: at each target, the teacher's likeliest tokens and their log-probabilities, and the one of all other
-tokens together; shapes [rows, tokens, K] and [rows, tokens, K + 1]."""
+"""Keys of a batch, each with an entry for each target: the teacher's K likeliest tokens, [rows, tokens, K], and their
+log-probabilities, then that of all other tokens together, [rows, tokens, K + 1]."""
 
 
 def token_logits(
@@ -32,9 +32,16 @@ def token_logits(
     temperature: float = 1.0,
     of_images: Collection[str] = (),
 ) -> Logits:
-    """Run the model, and give what it predicts for all tokens but the first of each row, divided by `temperature`.
+    """Run a model, and give its logits for all tokens but the first of each row.
 
-    `of_images`: names of what the forward takes besides, where the batch has it.
+    Args:
+        model: a causal language model, or one stage of it.
+        batch: tensors of shape [rows, tokens], and of images.
+        temperature: the logits are divided by it.
+        of_images: names of tensors of images, which the forward takes where the batch has them.
+
+    Returns:
+        Logits of shape [rows, tokens - 1, vocabulary], which may be deferred.
     """
     names = ("input_ids", "position_ids", "attention_mask", *of_images)
     inputs = {name: batch[name] for name in names if name in batch}
@@ -46,7 +53,9 @@ def token_logits(
 def asking(
     teacher: PreTrainedModel, batch: Mapping[str, torch.Tensor], *, temperature: float, beta: float
 ) -> Iterator[WholeRows]:
-    """Run a frozen teacher; give what it says of all tokens but the first of each row. Its logits need not be whole.
+    """Run a frozen teacher, and give its distributions at all tokens but the first of each row, in this context.
+
+    Its logits are never held whole where its head can defer them.
 
     Args:
         teacher: a causal language model of transformers, whole or sharded by FSDP2.
@@ -67,14 +76,21 @@ def asking(
 
 
 def top_bytes(count: int) -> int:
-    """Give the bytes that a target takes of which the `count` likeliest tokens are kept."""
+    """Give the bytes of a target of which the `count` likeliest tokens are kept."""
+    # An id of 4 bytes and a log-probability of 4 bytes each; then the log-probability of all other tokens.
     return 8 * count + 4
 
 
 def top_rows(batch: Mapping[str, torch.Tensor], *, beta: float) -> TopRows:
-    """Give what a batch says of the teacher, for all tokens but the first of each row."""
-    ids, logs = (batch[name][:, 1:].flatten(0, 1) for name in (TOP_IDS, TOP_LOGS))
-    return TopRows(ids, logs, beta)
+    """Give the teacher's distributions that a batch holds, at all tokens but the first of each row.
+
+    Args:
+        batch: has the tensors of the keys `TOP_IDS` and `TOP_LOGS`.
+        beta: which divergence, from 0 to 1: see `divergences_and_gradient`.
+    """
+    ids = batch[TOP_IDS][:, 1:].flatten(0, 1)
+    log_probabilities = batch[TOP_LOGS][:, 1:].flatten(0, 1)
+    return TopRows(ids, log_probabilities, beta)
 
 
 def sum_from_teacher(
@@ -85,13 +101,13 @@ def sum_from_teacher(
     *,
     temperature: float,
 ) -> torch.Tensor:
-    """Sum the divergences at the targets of a batch.
+    """Run the student and the teacher, and sum the divergences at the targets of a batch, in nats.
 
     Args:
-        head: computes losses without whole logits; None: from all of them.
+        head: computes the loss without whole logits; None: the loss is computed from all logits.
         student: the model that is trained, perhaps one stage of it.
         batch: tensors of shape [rows, tokens].
-        teacher: gives what the teacher says, after the student has run.
+        teacher: a context that gives the teacher's distributions; it is entered after the student has run.
         temperature: what the student's logits are divided by.
     """
     with nullcontext() if head is None else head.deferring(student):

@@ -6,12 +6,13 @@
 
 Its gradient by the student's logits follows from what its value needs, so both are computed at once.
 
-Of a teacher's likeliest tokens alone, the other tokens are one more, the tail: a bucket with the probability of all.
+Where only a teacher's likeliest tokens are known, all other tokens count as one more, the tail: its probability is the
+sum of theirs.
 
     student    p1  p2  p3  p4  p5  p6        p5  p2  | p1 + p3 + p4 + p6
     teacher    .   t2  .   .   t5  .         t5  t2  | 1 - t5 - t2
 
-That divergence is at most that of all tokens: what both distributions go through alike cannot tell them better apart.
+The divergence over these buckets is at most that over all tokens, as to put tokens together can only hide differences.
 """
 
 from __future__ import annotations
@@ -35,24 +36,29 @@ def divergences_and_gradient(
     Args:
         student: log-probabilities [rows, columns]: of all tokens, or of those that this rank has.
         teacher: log-probabilities of the same tokens.
-        is_target: [rows]; other rows have divergence 0.
+        is_target: whether a row has a target, [rows]; other rows have divergence 0.
         beta: which divergence, from 0 (forward KL) to 1 (reverse KL).
         add_up: adds up sums over columns, of shape [rows].
+
+    Returns:
+        Values [rows], and the gradient [rows, columns].
     """
-    own = student.exp()
+    probabilities = student.exp()
     if beta == 0.0:
         taught = teacher.exp()
         values = add_up((taught * (teacher - student)).sum(-1))
-        gradient = own.sub_(taught)
+        gradient = probabilities.sub_(taught)
     else:
-        of_teacher, slope = student.new_zeros(len(student)), student - teacher
         if beta < 1.0:
             mixture = torch.logaddexp(student + math.log1p(-beta), teacher + math.log(beta))
-            of_teacher = beta * add_up((teacher.exp() * (teacher - mixture)).sum(-1))
+            teacher_part = beta * add_up((teacher.exp() * (teacher - mixture)).sum(-1))
             slope = (student - mixture).mul_(1 - beta)
-        of_student = add_up((own * slope).sum(-1))
-        values = of_teacher + of_student
-        gradient = own.mul_(slope.sub_(of_student[:, None]))
+        else:
+            teacher_part, slope = student.new_zeros(len(student)), student - teacher
+        # `slope` is the derivative by a probability. The softmax takes its mean from it.
+        student_part = add_up((probabilities * slope).sum(-1))
+        values = teacher_part + student_part
+        gradient = probabilities.mul_(slope.sub_(student_part[:, None]))
     # Chosen, not multiplied by zero: a row without a target need not be finite.
     return values.masked_fill(~is_target, 0), gradient.masked_fill_(~is_target[:, None], 0)
 
@@ -73,7 +79,7 @@ def top_divergences_and_gradient(
         student: log-probabilities [rows, columns]: of all tokens, or of those that this rank has.
         teacher: log-probabilities [rows, ids + 1]: of `ids`, and of all other tokens together.
         ids: tokens [rows, ids], each once in a row.
-        is_target: [rows]; other rows have divergence 0.
+        is_target: whether a row has a target, [rows]; other rows have divergence 0.
         beta: which divergence, from 0 (forward KL) to 1 (reverse KL).
         add_up: adds up values over the ranks that have the other columns.
         start: the token of this rank's first column.
@@ -81,19 +87,19 @@ def top_divergences_and_gradient(
     Returns:
         Values [rows], and the gradient by the student's logits [rows, columns].
     """
-    own = student.exp()
+    probabilities = student.exp()
     places = ids - start
     is_own = (places >= 0) & (places < student.shape[1])
     places = places.masked_fill(~is_own, 0)
     is_top = torch.zeros_like(student).scatter_add_(1, places, is_own.to(student.dtype)) > 0
     # A sum of the others, and not 1 less the top: that would be rounding where the tail is small.
-    of_tail = add_up(own.masked_fill(is_top, 0).sum(-1)).clamp_(min=_SMALLEST)
+    of_tail = add_up(probabilities.masked_fill(is_top, 0).sum(-1)).clamp_(min=_SMALLEST)
     of_top = add_up(student.gather(1, places).masked_fill(~is_own, 0))
     bucketed = torch.cat([of_top, of_tail.log()[:, None]], 1)
     # Without a tail, both have the same small number there.
     taught = teacher.clamp(min=math.log(_SMALLEST))
     values, slopes = divergences_and_gradient(bucketed, taught, is_target, beta=beta, add_up=lambda sums: sums)
     # Within the tail the student's probabilities keep their proportions.
-    gradient = own.mul_(slopes[:, -1:]).div_(of_tail[:, None]).masked_fill_(is_top, 0)
+    gradient = probabilities.mul_(slopes[:, -1:]).div_(of_tail[:, None]).masked_fill_(is_top, 0)
     gradient.scatter_add_(1, places, slopes[:, :-1].masked_fill(~is_own, 0))
     return values, gradient.masked_fill_(~is_target[:, None], 0)

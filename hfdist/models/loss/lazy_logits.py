@@ -1,9 +1,12 @@
-"""Logits that are not there yet: where a model only takes their cross entropy, they need never be held whole.
+"""Stands for logits that are not computed yet: a model that only takes their cross entropy never needs them whole.
 
-While `deferring` is on, a model's output embedding gives hidden states with a note of what is still to be done to
-them. A cast, a scale, a cap, a slice of positions are noted too, and `cross_entropy` is then computed some rows at a
-time. Whatever else is done makes all logits first, as the model would have. So no model needs code of its own, and
-none can come out differently.
+    model's code                       what happens while `deferring` is on
+    logits = head(hidden)              hidden states are kept, in an object that stands for the logits
+    logits = logits[:, :-1] / 2.0      the hidden states are sliced, and the division is noted
+    loss = cross_entropy(logits, y)    the head and the noted operations run on some rows at a time
+    logits.argmax(-1)                  anything else: all logits are computed first, as the model would have
+
+So no model needs code of its own, and none can come out differently.
 """
 
 from __future__ import annotations
@@ -20,9 +23,13 @@ from hfdist.models.loss.teacher_rows import TeacherRows, WholeRows, divergences
 
 
 class _Demand(NamedTuple):
-    """Asks a head for more than deferred logits. A call of the module, so that hooks on it see it: ZeRO-3's gather."""
+    """An argument of a head's call that asks it to compute now, and not to defer.
+
+    The call goes through the module, so that its hooks run: ZeRO-3's gather the head's weight.
+    """
 
     compute: Callable[[torch.Tensor], torch.Tensor]
+    """Takes hidden states, and gives the result of the call: logits, or a loss."""
 
 
 @contextmanager
@@ -36,10 +43,13 @@ def deferring(
     """Let a head defer its logits, in this context only.
 
     Args:
-        module: the output embedding.
-        vocabulary: how many logits it gives for a row.
+        module: the model's output embedding.
+        vocabulary: number of logits that it gives for a row.
         loss: computes the loss of deferred rows.
         gathering: makes the parameters of `module` whole for a call.
+
+    Yields:
+        The head, which notes what needed whole logits in its `made_whole`.
     """
     head = DeferringHead(module, module.forward, vocabulary, loss, gathering)
 
@@ -51,7 +61,7 @@ def deferring(
         return _DeferredLogits(head, hidden, (), _Autocast.present(hidden.device))
 
     was_set = "forward" in vars(module)
-    # nn.Module calls whatever its attribute is; the class stays as it is.
+    # An attribute of the module hides the method of its class, which stays as it is.
     module.forward = forward
     try:
         yield head
@@ -64,7 +74,7 @@ def deferring(
 
 
 class _Autocast(NamedTuple):
-    """The arithmetic at the head's place in the forward; a loss may be computed outside."""
+    """The state of autocast where the model called its head; the loss may be computed outside of that context."""
 
     device_type: str
     dtype: torch.dtype
@@ -72,17 +82,19 @@ class _Autocast(NamedTuple):
 
     @classmethod
     def present(cls, device: torch.device) -> _Autocast:
+        """Read the state that holds now."""
         kind = device.type
         return cls(kind, torch.get_autocast_dtype(kind), torch.is_autocast_enabled(kind))
 
     def again(self) -> AbstractContextManager[object]:
+        """Give a context in which this state holds."""
         if self == _Autocast.present(torch.device(self.device_type)):
             return nullcontext()
         return torch.autocast(self.device_type, dtype=self.dtype, enabled=self.is_enabled)
 
 
 class _DeferredLogits:
-    """Stands for a tensor [..., vocabulary]: it is none, but torch's functions take it."""
+    """Stands for logits, a tensor of shape [..., vocabulary]. It is no tensor, but torch's functions take it."""
 
     def __init__(
         self, head: DeferringHead, hidden: torch.Tensor, per_row: tuple[LogitsOperation, ...], autocast: _Autocast
@@ -94,26 +106,30 @@ class _DeferredLogits:
         self._whole: torch.Tensor | None = None
 
     def whole(self, why: str) -> torch.Tensor:
-        """Give the logits, made once."""
+        """Give the logits, computed in the first call; `why` names the operation that needs them."""
         if self._whole is None:
             self._head.made_whole.append(why)
-            # With a graph even where the model only looks at them: a loss of them may follow.
+            # They get a graph even where the model only looks at them: a loss of them may follow.
             with torch.inference_mode(False), torch.enable_grad():
                 self._whole = self._make(self._hidden)
         return self._whole
 
     def _make(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Compute the logits of hidden states [..., width], with the noted operations."""
         with self._autocast.again(), self._head.gathering():
             demand = (_Demand(self._head.forward),) if self._head.is_deferring else ()
+            # A head made of several modules may have one that defers inside.
             value: torch.Tensor = _with_whole(self._head.module(hidden, *demand), "a head of several")
             for step in self._per_row:
                 value = step(value)
         return value
 
     def _then(self, step: LogitsOperation) -> _DeferredLogits:
+        """Note one more operation."""
         return _DeferredLogits(self._head, self._hidden, (*self._per_row, step), self._autocast)
 
     def _with_rows(self, hidden: torch.Tensor) -> _DeferredLogits:
+        """Give the logits of other hidden states, with the same operations."""
         return _DeferredLogits(self._head, hidden, self._per_row, self._autocast)
 
     @property
@@ -128,6 +144,7 @@ class _DeferredLogits:
 
     @property
     def dtype(self) -> torch.dtype:
+        # The noted operations are tried on a tensor of no rows.
         value = self._hidden.new_empty((0,), dtype=self._autocast.dtype if self._autocast.is_enabled else None)
         for step in self._per_row:
             value = step(value.new_empty((0, self._head.vocabulary)))
@@ -194,7 +211,9 @@ class _DeferredLogits:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        return getattr(self._hidden if name in ("ndim", "dim", "device") else self.whole(name), name)
+        # Logits have as many dimensions as hidden states, and are on the same device.
+        source = self._hidden if name in ("ndim", "dim", "device") else self.whole(name)
+        return getattr(source, name)
 
     def __setitem__(self, index: Any, value: Any) -> None:
         self.whole("writing")[index] = value
@@ -220,9 +239,9 @@ class _DeferredLogits:
             elif function in (torch.div, torch.mul, torch.add) and len(args) == 2 and not kwargs:
                 return _by_row(function, first, args[1])
         why = getattr(function, "__name__", str(function))
-        return function(
-            *(_with_whole(arg, why) for arg in args), **{name: _with_whole(arg, why) for name, arg in kwargs.items()}
-        )
+        whole_args = [_with_whole(arg, why) for arg in args]
+        whole_kwargs = {name: _with_whole(arg, why) for name, arg in kwargs.items()}
+        return function(*whole_args, **whole_kwargs)
 
 
 Logits = torch.Tensor | _DeferredLogits
@@ -232,7 +251,7 @@ _BY_WHOLE = (
     *("eq", "ne", "lt", "le", "gt", "ge", "sub", "pow", "floordiv", "mod", "matmul", "and", "or", "xor", "array"),
     *("rsub", "rpow", "rtruediv", "rfloordiv", "rmod", "rmatmul", "rand", "ror", "rxor", "deepcopy"),
 )
-"""Operators, which Python looks up in a class and not in `__getattr__`."""
+"""Operators that need whole logits, by name without underscores: Python looks them up in a class, not `__getattr__`."""
 
 
 def _by_whole(name: str) -> Callable[..., object]:
@@ -252,7 +271,7 @@ def _with_whole(value: object, why: str) -> Any:
 
 
 def _by_row(function: Callable[..., torch.Tensor], logits: _DeferredLogits, other: object) -> Logits:
-    """Apply a function of logits and something that is the same for all rows."""
+    """Apply a function to logits and another value; it is noted if the value is the same for all rows."""
     is_constant = isinstance(other, (int, float))
     # A trained tensor must get its gradient, which a loss of rows would not give it.
     if isinstance(other, torch.Tensor) and not other.requires_grad and other.ndim <= logits.ndim:
@@ -305,7 +324,7 @@ def reduce_token_losses(logits: Logits, targets: torch.Tensor, reduce: Reduce, *
     Args:
         logits: logits of a model, of shape [..., vocabulary].
         targets: class indices, of shape [...].
-        reduce: is called once.
+        reduce: makes one loss of the losses of all rows, float32 of shape [rows]; it is called once.
         ignore_index: the class index of rows without a target.
     """
     flat, targets = logits.reshape(-1, logits.shape[-1]), targets.flatten()
@@ -317,11 +336,11 @@ def reduce_token_losses(logits: Logits, targets: torch.Tensor, reduce: Reduce, *
 
 
 def sum_divergences(student: Logits, teacher: TeacherRows, targets: torch.Tensor, *, ignore_index: int) -> torch.Tensor:
-    """Sum the divergences of rows with a target, without whole logits if they are deferred.
+    """Sum the divergences of a student from a teacher at the rows with a target, in nats; deferred logits stay so.
 
     Args:
         student: logits of the model that is trained, of shape [..., vocabulary].
-        teacher: what the teacher gives for the same rows, which are one dimension.
+        teacher: the teacher's distributions at the same rows, which are one dimension here.
         targets: class indices, of shape [...].
         ignore_index: the class index of rows without a target.
     """
@@ -334,10 +353,11 @@ def sum_divergences(student: Logits, teacher: TeacherRows, targets: torch.Tensor
 
 
 def teacher_rows(logits: Logits, *, beta: float) -> WholeRows:
-    """Give what a teacher says by its logits; they stay deferred.
+    """Give a teacher's distributions by its logits; deferred logits stay so until they are compared.
 
     Args:
-        logits: without a graph, of shape [..., vocabulary of at least as many tokens as the student's].
+        logits: the teacher's logits without a graph, of shape [..., vocabulary]; the vocabulary has at least as many
+            tokens as the student's.
         beta: which divergence, from 0 to 1: see `divergences_and_gradient`.
     """
     flat = logits.reshape(-1, logits.shape[-1])

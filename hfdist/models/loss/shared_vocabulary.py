@@ -1,4 +1,4 @@
-"""A head whose rows of the vocabulary lie on several ranks: the loss of hidden states that all of them have.
+"""The loss of a head of which each rank has some rows of the vocabulary, and all ranks have the same hidden states.
 
     rank 0   weight [own rows, width]   its logits   largest, sum of exponentials, the target's logit   ) combined over
     rank 1   weight [own rows, width]   its logits   largest, sum of exponentials, the target's logit   ) the ranks
@@ -21,17 +21,20 @@ from hfdist.models.loss.teacher_rows import Columns
 
 @dataclass(frozen=True, kw_only=True)
 class VocabularyShard:
-    """Which rows of a head this rank has."""
+    """The range of a head's rows, which are tokens of the vocabulary, that this rank has."""
 
     group: dist.ProcessGroup
+    """The ranks that have the rows of the head together."""
     start: int
+    """The first row of the range."""
     stop: int
+    """One past the last row of the range."""
     num_rows: int
     """Rows of the whole head, of all ranks together."""
 
     @property
     def most_rows(self) -> int:
-        """The most that any rank has."""
+        """The most rows of the head that any rank has."""
         return -(-self.num_rows // self.group.size())
 
     def __deepcopy__(self, memo: object) -> VocabularyShard:
@@ -58,8 +61,8 @@ def losses_and_gradient(
 
     Args:
         logits: [rows, own rows of the vocabulary], as the head gives them; they are overwritten.
-        rows: targets, what is to be done to logits, and how losses are counted.
-        shard: this rank's.
+        rows: the targets, the operations on logits, and how losses are counted.
+        shard: the rows of the vocabulary that this rank has.
     """
     values = logits
     with torch.enable_grad():
@@ -69,15 +72,19 @@ def losses_and_gradient(
             values = step.of_columns(shard.start, shard.stop, shard.num_rows)(values)
     # A copy, since autograd keeps tensors of the steps, which must not be overwritten.
     wide = values.detach().to(torch.float32, copy=values is not logits)
-    losses, gradient = (_cross_entropy if rows.teacher is None else _divergences)(wide, rows, shard)
+    compute = _cross_entropy if rows.teacher is None else _divergences
+    losses, gradient = compute(wide, rows, shard)
     if values is not logits:
         (gradient,) = torch.autograd.grad(values, logits, gradient.to(values.dtype))
     return losses, gradient.to(logits.dtype)
 
 
 def _divergences(wide: torch.Tensor, rows: DeferredRows, shard: VocabularyShard) -> tuple[torch.Tensor, torch.Tensor]:
-    """Each rank has what the teacher says of all tokens, and takes what belongs to its own."""
-    assert rows.teacher is not None
+    """Give the divergences of rows from the teacher, and their gradient by this rank's logits.
+
+    Each rank knows the teacher's distribution over all tokens, and takes the part of its own columns.
+    """
+    assert rows.teacher is not None  # the caller has seen to it
 
     def add_up(sums: torch.Tensor) -> torch.Tensor:
         dist.all_reduce(sums, group=shard.group)
@@ -92,7 +99,7 @@ def _divergences(wide: torch.Tensor, rows: DeferredRows, shard: VocabularyShard)
 
 
 def _cross_entropy(wide: torch.Tensor, rows: DeferredRows, shard: VocabularyShard) -> tuple[torch.Tensor, torch.Tensor]:
-    """The gradient is in the place of `wide`."""
+    """Give the cross entropies of rows, and their gradient by this rank's logits, which takes the memory of `wide`."""
     targets = rows.targets
     is_target = targets != rows.ignore_index
     places = targets - shard.start

@@ -1,4 +1,4 @@
-"""What a teacher says of rows, and how far a student's distribution is from it: by all tokens, or by the likeliest."""
+"""A teacher's distributions at rows, over all tokens or the likeliest ones, and a student's divergence from them."""
 
 from __future__ import annotations
 
@@ -13,21 +13,23 @@ from hfdist.models.loss.divergence import AddUp, divergences_and_gradient, top_d
 
 @dataclass(frozen=True, kw_only=True)
 class Columns:
-    """The tokens of which a rank has the student's logits."""
+    """The columns of the student's logits that this rank has, as a range of tokens of the vocabulary."""
 
     start: int
+    """The first token of the range."""
     stop: int
+    """One past the last token of the range."""
     vocabulary: int
-    """Tokens of the student."""
+    """Number of tokens of the student's whole vocabulary."""
     add_up: AddUp = lambda sums: sums
-    """Adds up values over the ranks that have the others."""
+    """Adds up values over the ranks that have the other columns."""
 
 
 class TeacherRows(Protocol):
     """A teacher's distribution at some rows."""
 
     def part(self, which: slice | torch.Tensor) -> TeacherRows:
-        """Give some of the rows, by a slice or by which count, bool [rows]."""
+        """Give some of the rows: those of a slice, or those where a mask, bool of shape [rows], is true."""
 
     def compare(
         self, student: torch.Tensor, is_target: torch.Tensor, columns: Columns
@@ -35,9 +37,9 @@ class TeacherRows(Protocol):
         """Give the divergence of each row [rows], and the gradient of their sum by the student's logits.
 
         Args:
-            student: log-probabilities [rows, columns].
-            is_target: [rows]; other rows have divergence 0.
-            columns: those of `student`.
+            student: the student's log-probabilities [rows, columns], at the columns of this rank.
+            is_target: whether a row has a target, [rows]; other rows have divergence 0.
+            columns: which columns of the vocabulary these are.
         """
 
 
@@ -45,7 +47,7 @@ class WholeRows(NamedTuple):
     """A teacher that gives logits of all tokens."""
 
     given: torch.Tensor
-    """What is kept of the teacher for each row, such as hidden states; shape [rows, width]."""
+    """The teacher's hidden states of each row, of shape [rows, width]; or its logits, [rows, vocabulary]."""
     to_logits: Callable[[torch.Tensor], torch.Tensor]
     """Takes rows of `given`, and gives logits [rows, vocabulary]; the vocabulary may be larger than the student's."""
     beta: float
@@ -56,9 +58,15 @@ class WholeRows(NamedTuple):
 
     @torch.no_grad()
     def log_probabilities(self, vocabulary: int) -> torch.Tensor:
-        """Give those of the first `vocabulary` tokens among each other, float32 of shape [rows, vocabulary]."""
+        """Give the teacher's log-probabilities of the first `vocabulary` tokens, as if there were no others.
+
+        Returns:
+            float32 of shape [rows, vocabulary]; float64 from a teacher of this type.
+        """
         logits = self.to_logits(self.given)[:, :vocabulary]
-        return (logits if logits.dtype == torch.float64 else logits.float()).log_softmax(-1)
+        if logits.dtype != torch.float64:
+            logits = logits.float()
+        return logits.log_softmax(-1)
 
     def compare(
         self, student: torch.Tensor, is_target: torch.Tensor, columns: Columns
@@ -68,7 +76,7 @@ class WholeRows(NamedTuple):
 
 
 class TopRows(NamedTuple):
-    """A teacher of which the likeliest tokens are known."""
+    """A teacher of which only the likeliest tokens are known."""
 
     ids: torch.Tensor
     """The likeliest tokens of each row; shape [rows, tokens]."""
@@ -99,14 +107,16 @@ def divergences(student: torch.Tensor, teacher: TeacherRows, is_target: torch.Te
 
     Args:
         student: logits [rows, vocabulary].
-        teacher: what the teacher gives for the same rows.
-        is_target: [rows]; other rows have divergence 0.
+        teacher: the teacher's distributions at the same rows.
+        is_target: whether a row has a target, [rows]; other rows have divergence 0.
     """
     values: torch.Tensor = _Divergences.apply(student, teacher, is_target)
     return values
 
 
 class _Divergences(torch.autograd.Function):
+    """A node of the graph that computes divergences, and in the same pass their gradient by the student's logits."""
+
     @staticmethod
     def forward(ctx: Any, student: torch.Tensor, teacher: TeacherRows, is_target: torch.Tensor) -> torch.Tensor:
         vocabulary = student.shape[-1]

@@ -1,1 +1,1 @@
-"""What the weights of a model are called: by its class, and in its files."""
+"""The names of a model's weights: those in its class, those in its files, and how the ones follow from the others."""

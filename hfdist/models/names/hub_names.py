@@ -1,4 +1,4 @@
-"""Which tensors `save_pretrained` makes of a model: names, shapes, and where their elements stand in the model.
+"""Finds the tensors that `save_pretrained` would write of a model: names, shapes, and their elements in the model.
 
 A class may hold what its files have as many tensors in one: `experts.gate_up_proj` is `experts.0.gate_proj.weight` and
 so on. transformers converts when it reads, and back when it writes. The way back is followed here on shapes alone, so
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
@@ -33,24 +34,24 @@ _Tensors = dict[str, torch.Tensor]
 
 @dataclass(frozen=True, kw_only=True)
 class HubNames:
-    """The tensors of a whole model's files."""
+    """The tensors in the files of a whole model, and how they are made from the model's own tensors."""
 
     shapes: Mapping[str, tuple[int, ...]]
     """Shape of each tensor by its name, in the order in which transformers writes them."""
     blocks: Mapping[str, Sequence[tuple[str, Block]]]
-    """By the name of a tensor in the model: its names in the files, each with the block of the tensor that it holds."""
+    """Tensors in the files that hold a tensor of the model, by its name: their names, and the block that each holds."""
     num_parameters: int
     """Number of elements in all parameters of the model."""
     others: tuple[HubNames, ...] = field(default=(), repr=False)
-    """What another start of this model may have written: one that read other files, or an earlier hfdist."""
+    """Tensors that another start of this model may have written: one that read other files, or an earlier hfdist."""
 
-    def names_of(self, own: Iterable[str]) -> set[str]:
-        """Give the names in the files of what tensors of the model are there."""
-        return {name for one in own for name, _ in self.blocks.get(one, ())}
+    def names_of(self, model_names: Iterable[str]) -> set[str]:
+        """Give the names of the tensors in the files that hold elements of these tensors of the model."""
+        return {name for model_name in model_names for name, _ in self.blocks.get(model_name, ())}
 
 
 _known: WeakKeyDictionary[nn.Module, HubNames] = WeakKeyDictionary()
-"""What was found, by model."""
+"""The tensors of each model's files, as they were found while the model was whole."""
 
 
 def find_hub_names(model: nn.Module) -> HubNames:
@@ -66,6 +67,7 @@ def find_hub_names(model: nn.Module) -> HubNames:
 
 
 def _find(model: nn.Module) -> HubNames:
+    """Follow transformers' conversions of a whole model: as it was read, and as it would be if it had not been read."""
     tensors = dict(model.named_parameters()) | dict(model.named_buffers())
     shapes = {name: whole_shape(tensor) for name, tensor in tensors.items()}
     names = {id(tensor): name for name, tensor in tensors.items()}
@@ -75,14 +77,13 @@ def _find(model: nn.Module) -> HubNames:
 
     def names_after(convert: Callable[[_Tensors], _Tensors]) -> HubNames:
         made = follow({name: shapes[source] for name, source in saved.items()}, convert)
-        blocks: dict[str, list[tuple[str, Block]]] = {}
-        for name, (_, of_tensor) in made.items():
-            for block in of_tensor:
+        blocks: dict[str, list[tuple[str, Block]]] = defaultdict(list)
+        for name, tensor in made.items():
+            for block in tensor.blocks:
                 source = saved[block.name]
-                blocks.setdefault(source, []).append((name, replace(block, name=source)))
-        return HubNames(
-            shapes={name: shape for name, (shape, _) in made.items()}, blocks=blocks, num_parameters=num_parameters
-        )
+                blocks[source].append((name, replace(block, name=source)))
+        made_shapes = {name: tensor.shape for name, tensor in made.items()}
+        return HubNames(shapes=made_shapes, blocks=dict(blocks), num_parameters=num_parameters)
 
     as_it_is = names_after(lambda tensors: tensors)
     if not isinstance(model, PreTrainedModel):
@@ -96,11 +97,20 @@ def _find(model: nn.Module) -> HubNames:
     with _as_made_from_config(model) as is_other, suppress(UnfollowedError):
         if is_other:
             others.insert(0, names_after(lambda tensors: revert_weight_conversion(model, tensors)))
-    return replace(converted, others=tuple(one for one in others if one.blocks != converted.blocks))
+    return replace(converted, others=tuple(other for other in others if other.blocks != converted.blocks))
 
 
 def _saved_once(model: nn.Module, in_state: Mapping[str, str], shapes: Mapping[str, tuple[int, ...]]) -> dict[str, str]:
-    """Give the names of its state that are saved, with the model's own for them: of what is tied one."""
+    """Choose the names under which tensors are saved: one for tied ones.
+
+    Args:
+        model: the whole model.
+        in_state: names of parameters and buffers, by the name of the same tensor in the model's state.
+        shapes: whole shapes of parameters and buffers, by name.
+
+    Returns:
+        The entries of `in_state` that are saved.
+    """
     once = {name: own for name, own in in_state.items() if name == own}
     if not isinstance(model, PreTrainedModel):
         return once
@@ -117,19 +127,21 @@ def _saved_once(model: nn.Module, in_state: Mapping[str, str], shapes: Mapping[s
 
 
 def _keep_used_conversions(model: nn.Module) -> None:
-    """Forget conversions that matched nothing in the files, such as those of old names of norms.
+    """Let transformers forget conversions that matched nothing in the files, such as those of old names of norms.
 
-    One process keeps no others, but under ZeRO-3 transformers notes all that it knows, and would revert them.
+    transformers does so itself, but not under ZeRO-3: there it notes all conversions that it knows, and would revert
+    them when it writes.
     """
     read_with = vars(model).get("_weight_conversions")
     if read_with is not None:
-        vars(model)["_weight_conversions"] = [one for one in read_with if one.was_used()]
+        vars(model)["_weight_conversions"] = [conversion for conversion in read_with if conversion.was_used()]
 
 
 @contextmanager
 def _as_made_from_config(model: nn.Module) -> Iterator[bool]:
-    """Let the model seem, within the block, not to be read from files; give whether it was."""
-    # A write reverts the conversions with which the model was read; without these, those of its class.
+    """Let the model seem not to be read from files, in this context; yields whether it was read from files."""
+    # A write reverts the conversions with which the model was read. Of a model that was not read, it reverts those of
+    # the model's class.
     read_with = vars(model).pop("_weight_conversions", None)
     try:
         yield read_with is not None

@@ -1,4 +1,4 @@
-"""Where the elements of tensors lie, as nested steps through addresses: shapes alone, no memory, no values.
+"""Describes where the elements of tensors lie by nested steps through addresses, from shapes alone.
 
 a [4, 6], contiguous                       ((4 at a distance of 6),)  ((6 at 1),)
 a.transpose(0, 1)  [6, 4]                  ((6 at 1),)  ((4 at 6),)
@@ -33,7 +33,9 @@ class Block:
     name: str
     """Name of the source."""
     source: int
+    """Place of the block's first element in the flattened source."""
     target: int
+    """Place of the block's first element in the flattened target."""
     dims: tuple[Dim, ...]
     """Dimensions of more than one element each, the largest step in the target first. All steps go forward, and no two
     neighbours could be one dimension in both tensors."""
@@ -45,7 +47,7 @@ class Block:
 
 
 class UnfollowedError(NotImplementedError):
-    """An operation that does more than to move elements, or moves them where no steps of equal sizes lead."""
+    """Raised for an operation that does not only move elements, or moves them where no steps of equal sizes lead."""
 
 
 class Step(NamedTuple):
@@ -60,19 +62,26 @@ Steps = tuple[Step, ...]
 
 
 class Addresses(NamedTuple):
-    """The addresses that the elements of a tensor have."""
+    """The addresses of a tensor's elements."""
 
     offset: int
     """Address of the first element."""
     dims: tuple[Steps, ...]
+    """The nested steps of each dimension."""
 
     @classmethod
     def whole(cls, offset: int, shape: Sequence[int]) -> Addresses:
-        """Give those of a contiguous tensor."""
-        return cls(offset, tuple((Step(size, stride),) for size, stride in zip(shape, row_strides(shape), strict=True)))
+        """Give the addresses of a contiguous tensor that begins at `offset`."""
+        strides = row_strides(shape)
+        return cls(offset, tuple((Step(size, stride),) for size, stride in zip(shape, strides, strict=True)))
 
     def regrouped(self, shape: Sequence[int]) -> Addresses:
-        """Give the same elements in the same order, in another shape."""
+        """Give the same elements in the same order, in another shape.
+
+        Raises:
+            UnfollowedError: a size is neither a divisor nor a multiple of the steps that it would be made of.
+        """
+        # The steps that no dimension has taken yet, the outermost last.
         left = [step for dim in self.dims for step in dim if step.number != 1][::-1]
         dims = []
         for size in shape:
@@ -93,10 +102,15 @@ class Addresses(NamedTuple):
         return Addresses(self.offset, tuple(dims))
 
     def narrowed(self, dim: int, start: int, length: int) -> Addresses:
-        """Give the elements from `start` on along one dimension, `length` of them."""
+        """Give `length` elements from `start` on, along the dimension `dim`.
+
+        Raises:
+            UnfollowedError: no nested steps lead through these elements alone.
+        """
         offset, steps = self.offset, self.dims[dim]
         kept: Steps = ()
         for place, (_, distance) in enumerate(steps):
+            # Elements that one step at this depth passes over.
             inner = math.prod(step.number for step in steps[place + 1 :])
             first, start = divmod(start, inner)
             offset += first * distance
@@ -108,19 +122,23 @@ class Addresses(NamedTuple):
         return Addresses(offset, (*self.dims[:dim], kept, *self.dims[dim + 1 :]))
 
     def swapped(self, one: int, other: int) -> Addresses:
-        """Exchange two dimensions."""
+        """Give the same elements with two dimensions exchanged."""
         dims = list(self.dims)
         dims[one], dims[other] = dims[other], dims[one]
         return Addresses(self.offset, tuple(dims))
 
 
 def join_addresses(parts: Sequence[Addresses], dim: int) -> Addresses:
-    """Put parts one after the other along a dimension; they must be alike, and at equal distances."""
+    """Give the addresses of two or more parts that are put one after the other along the dimension `dim`.
+
+    Raises:
+        UnfollowedError: the parts have several shapes, or are not at equal distances.
+    """
     distances = {after.offset - before.offset for before, after in pairwise(parts)}
     if len(distances) != 1 or len({part.dims for part in parts}) != 1:
         raise UnfollowedError("tensors of several shapes in one")
-    first = parts[0]
-    steps = (Step(len(parts), distances.pop()), *first.dims[dim])
+    first, distance = parts[0], distances.pop()
+    steps = (Step(len(parts), distance), *first.dims[dim])
     return Addresses(first.offset, (*first.dims[:dim], steps, *first.dims[dim + 1 :]))
 
 

@@ -20,9 +20,9 @@ _SCORE_PREFIX = f"{SCORE}."
 _POOLER_PREFIX = "pooler."
 """What transformers calls the layer over the first token's state, which models for masked tokens lack."""
 _NOT_CONVERTED = "issues during automatic conversion of the weights"
-"""What transformers says, in a RuntimeError that has no class of its own (utils/loading_report.py)."""
+"""Words of transformers' message for weights that cannot be converted: the RuntimeError has no class of its own."""
 _SHOWN = 3
-"""Names that a message shows."""
+"""Number of names that a message shows."""
 
 
 @dataclass(frozen=True)
@@ -34,19 +34,20 @@ class NameDifferences:
     unexpected: tuple[str, ...]
     """Weights in the files that the model does not have."""
     reshaped: tuple[str, ...] = ()
-    """Weights of other shapes, each with that in the file and the model's."""
+    """Weights of another shape in the files, each as `NAME: SHAPE IN THE FILE, not SHAPE IN THE MODEL`."""
 
     @classmethod
     def of(
         cls, loading_info: Mapping[str, Any], model: PreTrainedModel, *, head: Head = Head.tokens
     ) -> NameDifferences:
-        """Read the differences off what `from_pretrained` gives with `output_loading_info`.
+        """Read the differences off the result of transformers' `from_pretrained(..., output_loading_info=True)`.
 
         Args:
-            loading_info: the second value that it gives. Names that transformers itself deems fine are not in it.
-            model: the first value.
-            head: what the model gives at its end: layers for a score or for labels are new, the pooler that some
-                encoders have is new or not used, and a head for tokens may be left out.
+            loading_info: the second value of the result. Names that transformers itself deems fine are not in it.
+            model: the first value of the result.
+            head: what the model gives at its end. It decides which differences are none: layers for a score or for
+                labels are new, the pooler that some encoders have is new or not used, and a head for tokens may be
+                left out.
         """
         missing, unexpected = sorted(loading_info["missing_keys"]), sorted(loading_info["unexpected_keys"])
         if head is Head.score:
@@ -61,17 +62,20 @@ class NameDifferences:
         if head is Head.masked:
             unexpected = [name for name in unexpected if not name.removeprefix(prefix).startswith(_POOLER_PREFIX)]
         shapes = sorted(loading_info["mismatched_keys"])
-        reshaped = tuple(f"{name}: {list(there)}, not {list(here)}" for name, there, here in shapes)
+        reshaped = tuple(f"{name}: {list(in_file)}, not {list(in_model)}" for name, in_file, in_model in shapes)
         return cls(tuple(missing), tuple(unexpected), reshaped)
 
     def check(self, *, where: str, name: str, may_differ: bool = False, hint: str | None = None) -> None:
-        """Raise a ConfigError if names or shapes differ.
+        """Refuse differences of names or shapes.
 
         Args:
             where: the key that names the model.
             name: the model, as the user named it.
             may_differ: whether names may be missing or unexpected; other shapes are refused all the same.
             hint: what may be done about missing and unexpected names.
+
+        Raises:
+            ConfigError: names or shapes differ.
         """
         if self.reshaped:
             raise ConfigError(
@@ -107,10 +111,10 @@ def read_names(
     """Let transformers open the files of a model, and read nothing but their headers.
 
     Args:
-        auto_class: one of transformers'.
+        auto_class: one of transformers' Auto classes.
         name: the model's folder or Hub id.
-        where: the key that names it, for messages.
-        head: see `NameDifferences.of`.
+        where: the key that names the model, for messages.
+        head: what the model gives at its end.
         fields: further arguments of `from_pretrained`.
 
     Raises:
@@ -144,6 +148,7 @@ def without_report() -> Iterator[None]:
 
 @contextmanager
 def _without_bar() -> Iterator[None]:
+    """Silence transformers' progress bars in this context."""
     has_bar = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
     try:
@@ -154,4 +159,5 @@ def _without_bar() -> Iterator[None]:
 
 
 def _listed(names: Collection[str]) -> str:
+    """Give the first names in brackets, after a space; empty for none."""
     return f" ({list_first(names, _SHOWN)})" if names else ""
