@@ -45,8 +45,10 @@ class Blank(int):
 class ShardedBatches(BatchSampler):
     """Every data_size-th batch of a sampler; a batch of one `Blank` row pads the last round.
 
-    the sampler's batches  b0 b1 | b2 b3 | b4          data rank 0 reads  b0, b2, b4
-    rounds of 2 data ranks                             data rank 1 reads  b1, b3, one blank row
+    Five batches b0 to b4 and two data ranks:
+
+        data rank 0    b0    b2    b4
+        data rank 1    b1    b3    one blank row
     """
 
     def __init__(self, batches: BatchSampler, topology: Topology) -> None:
