@@ -241,8 +241,8 @@ MUTATIONS = [
     ),
     Mutation(
         "rows that fill up the last global batch of an iterable count",
-        "or [(like, False)])",
-        "or [(like, True)])",
+        "or [CountedRow(any_row, False)])",
+        "or [CountedRow(any_row, True)])",
         f"{UNIT}/test_step.py -k iterable",
     ),
     Mutation(

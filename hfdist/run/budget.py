@@ -25,6 +25,7 @@ logger = logging.getLogger(__name__)
 _ASSUMED_BYTES_PER_PARAMETER = 12
 """Bytes of a parameter in a checkpoint: a float32 weight with two moments."""
 _ASSUMED_BYTES_PER_SECOND = 1e8
+"""A slow network disk: too long a reserve stops a run a little early, too short a one loses it."""
 _LEAST_SAVE_SECONDS = 1.0
 
 
@@ -33,12 +34,13 @@ class Pace:
     """The longest that each part of a run has taken, in seconds; before the first, what is assumed of it."""
 
     save_seconds: float
-    """First assumed, then measured: see `saved`."""
+    """Seconds of a save: assumed at first, then the longest that was measured."""
     evaluation_in_steps: float
-    """How many steps take as long as an evaluation, before one was measured."""
+    """How many steps take as long as an evaluation, as is assumed until one was measured."""
     evaluation_seconds: float | None = None
+    """Seconds of the longest evaluation; None: none was measured."""
     step_seconds: float = 0.0
-    """First assumed, then measured: see `stepped`."""
+    """Seconds of a step: of an earlier start at first, then the longest that was measured."""
     is_saving: bool = False
     """Whether a save is under way, for which the next one waits."""
     _is_save_measured: bool = False
@@ -60,14 +62,15 @@ class Pace:
 
     @property
     def reserve_seconds(self) -> float:
-        """Time for two steps (the one that begins, and a longer one in its place), a save, an evaluation and an export.
+        """Seconds for two steps (the one that begins, and a longer one in its place), a save, an evaluation, an export.
 
         An export is taken to last as long as a save: it writes less.
         """
         evaluation = self.evaluation_seconds
         if evaluation is None:
             evaluation = self.evaluation_in_steps * self.step_seconds
-        return 2 * self.step_seconds + (2 + self.is_saving) * self.save_seconds + evaluation
+        num_saves = 3 if self.is_saving else 2
+        return 2 * self.step_seconds + num_saves * self.save_seconds + evaluation
 
 
 def find_reached(
@@ -113,21 +116,20 @@ class Budget(LineReader):
         assumed_seconds = _LEAST_SAVE_SECONDS + num_bytes / _ASSUMED_BYTES_PER_SECOND
         self._pace = Pace(assumed_seconds, math.ceil(num_held_out / config.train.global_batch_size))
         self._used: float | None = None
+        """What was used of the budget that stopped the run, in its unit."""
         self._begin_seconds: float | None = None
+        """When the step began, on the monotonic clock, moved on by what is no part of it; None: no step has begun."""
         self._end_seconds = 0.0
+        """When the step, or what followed it, ended."""
 
     def on_train_begin(self, args: object, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
-        """Look at the limits, after `Usage`; and at how long things have taken in earlier starts.
+        """Check that what is limited is known, and learn from earlier starts how long things take; after `Usage`.
 
         Raises:
             ConfigError: a budget of energy, or of cost by the price of energy, where the energy is not known.
         """
-        of_energy = ["max_kwh"] if self._config.cost.price_per_kwh is None else ["max_kwh", "max_cost"]
-        unknown = [name for name in of_energy if name in self._limits and not self._usage.is_known]
-        if unknown:
-            what, found = "nobody knows the energy of this run's GPUs", f"{self._limits[unknown[0]]:g}"
-            hint = "pip install nvidia-ml-py; or cost.device_watts=700, the watts of one under load"
-            raise ConfigError(what, where=f"train.{unknown[0]}", found=found, allowed="null", hint=hint)
+        if not self._usage.is_known:
+            self._check_needs_no_energy()
         if self._recorder is None:
             return
         if "max_kwh" in self._limits and "estimate" in (self._recorder.record.energy_source or ""):
@@ -135,17 +137,28 @@ class Budget(LineReader):
         if self._limits:
             self._learn(RunFolder(self._recorder.run_dir))
 
+    def _check_needs_no_energy(self) -> None:
+        energy_budgets = ["max_kwh"] if self._config.cost.price_per_kwh is None else ["max_kwh", "max_cost"]
+        for name in energy_budgets:
+            if name in self._limits:
+                what, found = "nobody knows the energy of this run's GPUs", f"{self._limits[name]:g}"
+                hint = "pip install nvidia-ml-py; or cost.device_watts=700, the watts of one under load"
+                raise ConfigError(what, where=f"train.{name}", found=found, allowed="null", hint=hint)
+
     def _learn(self, folder: RunFolder) -> None:
+        """Read how long saves, evaluations and the last step took in earlier starts."""
         saves = [event for event in read_lines(folder.events) if event.get("event") == Event.save.value]
         lines = read_lines(folder.metrics)
         for seconds in _numbers(saves, "seconds"):
             self._pace.saved(seconds)
         for seconds in _numbers(lines, "eval_runtime"):
             self._pace.evaluated(seconds)
-        self._pace.step_seconds = next(reversed(_numbers(lines, "step_seconds")), self._pace.step_seconds)
+        step_seconds = _numbers(lines, "step_seconds")
+        if step_seconds:
+            self._pace.step_seconds = step_seconds[-1]
 
     def flag(self) -> int:
-        """Number of the budget that ends the run with the step that begins; 0: none, and on all but rank 0."""
+        """Give the number of the budget that ends the run with the step that begins; 0: none, or not on rank 0."""
         if self._recorder is None or not self._limits:
             return 0
         used = self._usage.find_used()
@@ -153,7 +166,7 @@ class Budget(LineReader):
         return 0 if reached is None else 1 + BUDGETS.index(reached)
 
     def on_flag(self, flag: int, state: TrainerState, control: TrainerControl) -> None:
-        """Save and stop."""
+        """Let the Trainer save and stop after the step, and record by which budget; `flag` is its number."""
         if not stop_after_step(state, control):
             return
         name = self.stopped_by = BUDGETS[flag - 1]

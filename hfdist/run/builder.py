@@ -55,7 +55,7 @@ class Run(RunState):
     Each step sets attributes. A recipe of your own may change them before the next step.
 
     Args:
-        config: checked, as `compose_config` gives it.
+        config: the run's config, checked, as `compose_config` gives it.
 
     Raises:
         ConfigError: see `check_run`; unknown names in `train.arguments`, `adapter` or `evaluate`.
@@ -67,7 +67,7 @@ class Run(RunState):
         self.parts = [part() for part in PARTS]
         self.topology, batch = check_run(config)
         if device_type_here() == "cpu":
-            # gloo connects each two ranks, and NCCL only those that speak.
+            # gloo keeps a connection between each two ranks: many open files. NCCL connects only those that send.
             raise_limit(self.topology.world_size)
         check_further_arguments(config, batch)
         check_optimizer(config)
@@ -107,17 +107,26 @@ class Run(RunState):
             set_labels(self.architecture, self.config.data.labels)
         check_special_tokens(self.config, self.data.tokenizer)
         if self.data.images is not None:
-            # Prompts take their images along, once for each answer, and answers are batches of their own.
-            are_prompts = self.config.task.name.traits.is_reinforcement
-            self.data.stream.needs_image = self.strategy.calls_alike and self.topology.data > 1 and not are_prompts
-            self.data.stream.tells_images_by_row = self.topology.pipeline > 1 or are_prompts
-            # Rows may stay apart, and then no attention is told of packed ones.
-            self.architecture._attn_implementation = None
-            self.why_together = choose_attention(self._here, self.architecture, device_type_here())
+            self._fit_stream_to_images()
         fit_vocabulary(self.architecture, self.data.tokenizer, self._here.model)
         if self.data.images is not None:
             self._example = make_example(self._here, self.architecture, self.data.images)
-        if (task := self.config.task).teacher is not None:
+        self._check_task()
+
+    def _fit_stream_to_images(self) -> None:
+        """Say which images the stream's batches tell of, and choose the attention anew: rows may stay apart now."""
+        # Prompts take their images along, once for each answer, and answers are batches of their own.
+        are_prompts = self.config.task.name.traits.is_reinforcement
+        self.data.stream.needs_image = self.strategy.calls_alike and self.topology.data > 1 and not are_prompts
+        self.data.stream.tells_images_by_row = self.topology.pipeline > 1 or are_prompts
+        # The first choice was for packed rows.
+        self.architecture._attn_implementation = None
+        self.why_together = choose_attention(self._here, self.architecture, device_type_here())
+
+    def _check_task(self) -> None:
+        """Check what the task needs besides the model: a teacher, a reward model, an environment, prompts."""
+        task = self.config.task
+        if task.teacher is not None:
             length = self.config.data.sequence_length
             check_teacher(task, self.data.tokenizer, self.architecture, sequence_length=length)
         if task.reward_model is not None:
@@ -158,7 +167,7 @@ class Run(RunState):
         check_weights(self._here.model, self.architecture, TrainableParameters.of(self.config), head=self._head)
         max_steps = count_max_steps(self._here, self.data.corpus, self.data.tokenizer, self.data.images)
         self.arguments = build_arguments(replace(self.config, train=self._train), self.strategy, max_steps=max_steps)
-        # Now, as all ranks are here.
+        # A group needs all ranks, and from here on they are all here.
         self.patient = ControlGroup(_LONGEST_WAIT) if world_size() > 1 else None
 
     @reporting("making the model")
@@ -174,7 +183,7 @@ class Run(RunState):
         )
 
     def _choose_trained(self) -> TrainableParameters:
-        """Give what is trained, but for what images never reach in the model."""
+        """Give the parameters that are trained, without those of modules that images never reach."""
         if self.data.images is None:
             return TrainableParameters.of(self.config)
         with self.strategy.without_partitioning(self.arguments):
@@ -193,11 +202,11 @@ class Run(RunState):
         )
         if self.objective is not None:
             if data.images is None:
-                # As above.
+                # Where rows have images, the small model has shown that, too.
                 check_fits(model, self._head)
             fit_model(model, data.tokenizer, self._head)
         speed_up(config, model, self.strategy)
-        # First: they set what the options have.
+        # Before `make_options`: a part that makes its callbacks sets attributes of this run, which the options read.
         callbacks = self._callbacks(Joins.constructor)
         self.trainer = Trainer(
             model,
@@ -253,6 +262,7 @@ class Run(RunState):
             raise self.not_uploaded
 
     def _callbacks(self, joins: Joins) -> list[TrainerCallback]:
+        """Give the callbacks of the parts that join the Trainer at this point, in the order of `PARTS`."""
         return [callback for part in self.parts if part.joins is joins for callback in part.callbacks(self)]
 
     def _join(self, joins: Joins) -> None:

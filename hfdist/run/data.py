@@ -1,4 +1,4 @@
-"""What a run reads: its corpus, tokenizer, stream and held-out set, and how many steps they give."""
+"""The data of a run: its corpus, tokenizer, stream and held-out set, and how many steps they give."""
 
 from __future__ import annotations
 
@@ -40,14 +40,16 @@ from hfdist.units import count
 
 @dataclass(frozen=True)
 class RunData:
-    """What a run reads, and the tokenizer that it reads with."""
+    """The opened data of a run, and the tokenizer that reads them."""
 
     corpus: Corpus
     tokenizer: PreTrainedTokenizerBase
     stream: TokenStream
+    """Training batches of this data rank."""
     held_out: HeldOutSet | HeldOutSources | None
+    """Sequences of the evaluations; None: nothing is held out."""
     images: ImageTokens | None = None
-    """What images of rows become; None: rows have none."""
+    """The tokens that images of rows become; None: rows have none."""
 
     def describe(self, unit: str) -> str:
         """Give the line on the data that a run starts with; `unit` is what a row is called."""
@@ -58,7 +60,7 @@ class RunData:
 
 
 def make_cache(config: RunConfig) -> Path:
-    """Make the folder of the cache, and give it."""
+    """Make the folder that tokenizers and indexes are cached in, and give its path."""
     folder = cache_dir(config.data)
     with writing("data.cache_dir", folder):
         folder.mkdir(parents=True, exist_ok=True)
@@ -83,36 +85,15 @@ def build_data(config: RunConfig, topology: Topology, architecture: PreTrainedCo
         adopt_template(tokenizer, config.data.chat)
         adopt_languages(tokenizer, config.data.pairs)
         if config.task.environment is not None and not config.data.chat.tools:
-            # Before the config is written down: these tokens come of it.
+            # Set before the config is written down: prompts describe the tools.
             config.data.chat.tools = list(load_environment(config.task).tools)
         if config.data.format in (RowFormat.labelled, RowFormat.tagged):
-            # Before the config is written down, too: the numbers of labels come of it.
+            # Set before the config is written down: a label's place in the list is its number.
             config.data.labels = find_labels(corpus, config.data, known=own_labels(architecture))
-        Encoders.of(tokenizer, config.data, images).check(
-            shard for source in corpus.sources.values() if source.gives_examples for shard in source
-        )
-        one_each = config.task.name.traits.pads_documents
-        if config.data.eval_sources:
-            held_out: HeldOutSet | HeldOutSources | None = open_held_out_sources(
-                tokenizer, config.data, images, one_each=one_each
-            )
-        else:
-            held_out = build_held_out(corpus, tokenizer, config.data, images, one_each=one_each)
-    islands = config.islands
-    data_rank, data_size, run = topology.data_rank, topology.data, (islands.index, islands.shares)
-    if islands.method is IslandMethod.parameter_server:
-        # There are no rounds, at which lanes could be dealt: an island is some of the data ranks.
-        data_rank = data_rank * islands.shares + islands.index
-        data_size, run = data_size * islands.shares, (0, 1)
-    stream = TokenStream(
-        corpus,
-        tokenizer,
-        config.data,
-        data_rank=data_rank,
-        data_size=data_size,
-        global_batch_size=islands.shares * config.train.global_batch_size,
-        run=run,
-    ).read_images(images)
+        example_sources = [source for source in corpus.sources.values() if source.gives_examples]
+        Encoders.of(tokenizer, config.data, images).check(shard for source in example_sources for shard in source)
+        held_out = _hold_out(config, corpus, tokenizer, images)
+    stream = _open_stream(config, topology, corpus, tokenizer).read_images(images)
     # Before the config is written down: the stream has settled `auto`.
     config.data.packing = stream.config.packing
     stream.tells_images = images is not None and config.task.name.traits.has_reference
@@ -122,6 +103,37 @@ def build_data(config: RunConfig, topology: Topology, architecture: PreTrainedCo
         # All ranks of a model replica read the same data: only one of them writes the ledger.
         stream.ledger = Ledger(config.run.folder.ledger, corpus, config.data.on_bad_rows)
     return RunData(corpus, tokenizer, stream, held_out, images)
+
+
+def _hold_out(
+    config: RunConfig, corpus: Corpus, tokenizer: PreTrainedTokenizerBase, images: ImageTokens | None
+) -> HeldOutSet | HeldOutSources | None:
+    """Open the sequences of evaluations: of sources of their own, or documents that the training leaves out."""
+    one_each = config.task.name.traits.pads_documents
+    if config.data.eval_sources:
+        return open_held_out_sources(tokenizer, config.data, images, one_each=one_each)
+    return build_held_out(corpus, tokenizer, config.data, images, one_each=one_each)
+
+
+def _open_stream(
+    config: RunConfig, topology: Topology, corpus: Corpus, tokenizer: PreTrainedTokenizerBase
+) -> TokenStream:
+    """Open the training stream of this data rank, or of this data rank of an island."""
+    islands = config.islands
+    data_rank, data_size, run = topology.data_rank, topology.data, (islands.index, islands.shares)
+    if islands.method is IslandMethod.parameter_server:
+        # There are no rounds at which lanes could be dealt: the data ranks of all islands read as those of one run.
+        data_rank = data_rank * islands.shares + islands.index
+        data_size, run = data_size * islands.shares, (0, 1)
+    return TokenStream(
+        corpus,
+        tokenizer,
+        config.data,
+        data_rank=data_rank,
+        data_size=data_size,
+        global_batch_size=islands.shares * config.train.global_batch_size,
+        run=run,
+    )
 
 
 def count_max_steps(

@@ -1,4 +1,4 @@
-"""What a run says at its end, on one screen: what was trained, how good it is, where the model lies, what is next."""
+"""The screen at the end of a run: what was trained, how good it is, where the model lies, which commands are next."""
 
 from __future__ import annotations
 
@@ -18,32 +18,36 @@ from hfdist.tune.pair_losses import LOSSES
 from hfdist.units import count, duration, energy, money, share, size
 
 _FEW_STEPS = 500
+"""Fewer steps than these say little: a loss that is still high may come from that alone."""
 _SHOWN_POOLS = 4
+"""The most pools of documents that the screen names."""
 _LEAST_FILLED = 0.95
+"""Share of a sequence that holds tokens, from which on the screen does not mention it."""
 
 
 def describe_end(end: Ending) -> str:
-    """Give the screen."""
-    rows = [row for row in _rows(end) if row[1]]
-    lines = [_title(end), *(f"  {label:<9} {text}" for label, text in rows)]
+    """Give the text of the screen, of several lines."""
+    lines = [_title(end), *(f"  {label:<9} {text}" for label, text in _rows(end) if text)]
     lines += ["to use it:", *describe_use(end), "what comes next:"]
-    steps = list(_next(end))
-    width = max(len(command) for command, _ in steps)
-    return "\n".join([*lines, *(f"  {command:<{width}}  # {why}" for command, why in steps)])
+    commands = list(_next_commands(end))
+    width = max(len(command) for command, _ in commands)
+    lines += [f"  {command:<{width}}  # {why}" for command, why in commands]
+    return "\n".join(lines)
 
 
 def _title(end: Ending) -> str:
     name, record = end.config.run.name, end.record
     if end.stopped_by is not None:
-        of = "" if record.max_steps is None else f" of {record.max_steps:,}"
+        of_all = "" if record.max_steps is None else f" of {record.max_steps:,}"
         why = "has come" if end.stopped_by == "deadline" else "is used up"
-        return f"{name} has stopped at step {record.step:,}{of}: train.{end.stopped_by} {why}"
+        return f"{name} has stopped at step {record.step:,}{of_all}: train.{end.stopped_by} {why}"
     task = end.config.task.name
-    how = "" if task.traits.is_of_next_tokens else f" of {task.value}"
-    return f"{name} has ended: {count(record.step, 'step')}{how}"
+    of_task = "" if task.traits.is_of_next_tokens else f" of {task.value}"
+    return f"{name} has ended: {count(record.step, 'step')}{of_task}"
 
 
 def _rows(end: Ending) -> Iterator[tuple[str, str]]:
+    """Give label and text of each row; a row with an empty text is left out."""
     yield "trained", _trained(end)
     yield "on", _data(end)
     yield "layout", f"{end.layout}; sharding {end.config.strategy.sharding.value}"
@@ -60,37 +64,49 @@ def _rows(end: Ending) -> Iterator[tuple[str, str]]:
 def _trained(end: Ending) -> str:
     config = end.config
     start = "from random weights" if config.model.init is Init.random else f"from {config.model.name}"
+    if not config.adapter.is_used:
+        return f"a {end.model_type} of {end.num_parameters:,} parameters, {start}"
     adapter = config.adapter.type or f"the adapter of {config.adapter.path}"
-    what = f"{adapter}, {end.num_trained:,} parameters beside " if config.adapter.is_used else ""
-    others = end.num_parameters - (end.num_trained if config.adapter.is_used else 0)
-    return f"{what}a {end.model_type} of {others:,} parameters, {start}"
+    others = end.num_parameters - end.num_trained
+    return f"{adapter}, {end.num_trained:,} parameters beside a {end.model_type} of {others:,} parameters, {start}"
 
 
 def _data(end: Ending) -> str:
-    task = end.config.task
-
-    def words(pool: PoolReport) -> str:
-        part = f"{share(pool.share)} " if len(end.pools) > 1 else ""
-        filled = f", sequences filled to {share(pool.filled)}" if pool.filled < _LEAST_FILLED else ""
-        # The one pool of all sources has no name of its own.
-        name = pool.name if len(end.pools) > 1 else ", ".join(end.config.data.sources)
-        there = count(pool.num_documents, task.name.traits.unit)
-        read = f"{pool.epochs:.2f} epochs of {there}"
-        if pool.epochs < 1 and end.num_documents is not None and len(end.pools) == 1:
-            read = f"from {end.num_documents:,} of {there}"
-        if task.name.traits.is_reinforcement:
-            return f"{part}{name}: {pool.sequences:,} of {there}"
-        return f"{part}{name}: {pool.tokens:,} tokens, {read}{filled}"
-
-    shown = [words(pool) for pool in end.pools[:_SHOWN_POOLS]] or [f"{end.record.tokens:,} tokens"]
-    more = len(end.pools) - _SHOWN_POOLS
-    parts = [*shown, *([f"{more} more"] if more > 0 else []), *([end.left_out] if end.left_out else [])]
-    if task.name.traits.is_reinforcement:
-        limits = "task.max_new_tokens" if task.environment is None else "task.max_turns or task.max_new_tokens"
-        cut = f", {share(end.cut_off)} of those of the last step cut off at {limits}" if end.cut_off else ""
-        failed = f", {share(end.failed_episodes)} failed by the environment" if end.failed_episodes else ""
-        parts.append(f"{task.num_generations} answers to each{cut}{failed}")
+    parts = [_describe_pool(end, pool) for pool in end.pools[:_SHOWN_POOLS]] or [f"{end.record.tokens:,} tokens"]
+    num_more = len(end.pools) - _SHOWN_POOLS
+    if num_more > 0:
+        parts.append(f"{num_more} more")
+    if end.left_out:
+        parts.append(end.left_out)
+    if end.config.task.name.traits.is_reinforcement:
+        parts.append(_describe_answers(end))
     return "; ".join(parts)
+
+
+def _describe_pool(end: Ending, pool: PoolReport) -> str:
+    """Say how much was read of one pool of documents."""
+    traits = end.config.task.name.traits
+    # The one pool of all sources has no name of its own.
+    name = ", ".join(end.config.data.sources)
+    if len(end.pools) > 1:
+        name = f"{share(pool.share)} {pool.name}"
+    there = count(pool.num_documents, traits.unit)
+    if traits.is_reinforcement:
+        return f"{name}: {pool.sequences:,} of {there}"
+    read = f"{pool.epochs:.2f} epochs of {there}"
+    if pool.epochs < 1 and end.num_documents is not None and len(end.pools) == 1:
+        read = f"from {end.num_documents:,} of {there}"
+    filled = f", sequences filled to {share(pool.filled)}" if pool.filled < _LEAST_FILLED else ""
+    return f"{name}: {pool.tokens:,} tokens, {read}{filled}"
+
+
+def _describe_answers(end: Ending) -> str:
+    """Say how many answers each prompt had, and how many of them were cut off or failed."""
+    task = end.config.task
+    limits = "task.max_new_tokens" if task.environment is None else "task.max_turns or task.max_new_tokens"
+    cut = f", {share(end.cut_off)} of those of the last step cut off at {limits}" if end.cut_off else ""
+    failed = f", {share(end.failed_episodes)} failed by the environment" if end.failed_episodes else ""
+    return f"{task.num_generations} answers to each{cut}{failed}"
 
 
 def _quality(end: Ending) -> str:
@@ -102,19 +118,26 @@ def _quality(end: Ending) -> str:
     if before is None and task.name.traits.has_reference and task.loss in LOSSES and not task.nll_weight:
         # Before the first step the model is its own reference.
         before = float(LOSSES[task.loss].function(torch.zeros(()), torch.zeros(()), task))
-    words = f"held-out loss {loss:.4f}" + ("" if before is None else f" ({before:.4f} before training)")
+    text = f"held-out loss {loss:.4f}"
+    if before is not None:
+        text += f" ({before:.4f} before training)"
     if task.name.traits.is_of_next_tokens:
-        words += f", perplexity {perplexity(loss):,.1f}"
-        return words if end.without_context is None else f"{words}; {_beside(loss, end.without_context, end.step)}"
+        text += f", perplexity {perplexity(loss):,.1f}"
+        if end.without_context is not None:
+            text += f"; {_beside(loss, end.without_context, end.step)}"
+        return text
     if end.recall is not None:
-        words += f", recall@1 {share(end.recall)}, MRR {end.reciprocal_rank:.4f}"
+        text += f", recall@1 {share(end.recall)}, MRR {end.reciprocal_rank:.4f}"
     if end.accuracy is not None:
         pairs = "" if end.num_held_out is None else f" of {count(end.num_held_out, 'pair')}"
-        words += f", accuracy {share(end.accuracy)}{pairs} (50 % by chance)"
-    return words if end.margin is None else f"{words}, margin {end.margin:.3f}"
+        text += f", accuracy {share(end.accuracy)}{pairs} (50 % by chance)"
+    if end.margin is not None:
+        text += f", margin {end.margin:.3f}"
+    return text
 
 
 def _rewards(end: Ending) -> Iterator[str]:
+    """Give the sentences on rewards. A held-out loss is the reward, negated; from 0, so that 0 is never -0."""
     if end.rewards is not None:
         first, last = end.rewards
         each = "".join(f", {name} {value:.4f}" for name, value in end.each_reward.items())
@@ -127,14 +150,19 @@ def _rewards(end: Ending) -> Iterator[str]:
 
 
 def _beside(loss: float, without_context: float, steps: int) -> str:
+    """Compare the held-out loss with that of a model that knows only how often each token occurs."""
     baseline = f"a model without context (unigram) has {without_context:.4f}"
     if loss < without_context:
         return baseline
-    few = f"{count(steps, 'step')} are few" if steps > 1 else "1 step is few"
-    return f"{baseline}, which is better: {few if steps < _FEW_STEPS else 'look at the curves and the learning rate'}"
+    if steps >= _FEW_STEPS:
+        advice = "look at the curves and the learning rate"
+    else:
+        advice = f"{count(steps, 'step')} are few" if steps > 1 else "1 step is few"
+    return f"{baseline}, which is better: {advice}"
 
 
 def _plan(end: Ending) -> str:
+    """Compare what was measured with what was planned; empty: there was no plan."""
     currency = end.config.cost.currency
     forms = {PEAK: size, STEP: duration, "energy": energy, "cost": lambda value: money(value, currency)}
     names = {PEAK: "memory of a rank", STEP: "a step", "energy": "energy", "cost": "cost"}
@@ -147,16 +175,24 @@ def _plan(end: Ending) -> str:
 
 
 def _memory(peaks: Sequence[Mapping[str, float]]) -> str:
+    """Give the peaks of each kind of memory; `peaks` has bytes by kind for each rank, and every rank the same kinds."""
+    if not peaks:
+        return ""
     parts = []
-    for kind in peaks[0] if peaks else ():
+    for kind in peaks[0]:
         values = [peak[kind] for peak in peaks]
         low, high = size(min(values)), size(max(values))
-        ranks = "" if len(values) == 1 else " on each rank" if low == high else ", by rank"
-        parts.append(f"{kind} {low if low == high else f'{low} to {high}'}{ranks}")
-    return f"{'; '.join(parts)}, with evaluations and exports" if parts else ""
+        if len(values) == 1:
+            parts.append(f"{kind} {low}")
+        elif low == high:
+            parts.append(f"{kind} {low} on each rank")
+        else:
+            parts.append(f"{kind} {low} to {high}, by rank")
+    return f"{'; '.join(parts)}, with evaluations and exports"
 
 
-def _next(end: Ending) -> Iterator[tuple[str, str]]:
+def _next_commands(end: Ending) -> Iterator[tuple[str, str]]:
+    """Give commands that a user may want next, and what each does."""
     run_dir, folder = shlex.quote(end.config.run.dir), shlex.quote(str(end.folder))
     yield f"hfdist report {run_dir}", "makes a page with its curves"
     if end.config.task.name.traits.is_reinforcement:

@@ -1,4 +1,4 @@
-"""What a run has come to: all that the screen at its end says."""
+"""The outcome of a run: all that the screen at its end says."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hfdist.records import RunRecord
 
 
 class PlannedAndMeasured(NamedTuple):
-    """A figure of the plan beside what was measured."""
+    """A figure as it was planned, and as it was measured."""
 
     planned: float
     measured: float
@@ -21,7 +21,7 @@ class PlannedAndMeasured(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class Ending:
-    """What a run has come to; None: not known, or not measured."""
+    """The outcome of a run, for the screen at its end; None: not known, or not measured."""
 
     config: RunConfig
     record: RunRecord
@@ -31,7 +31,7 @@ class Ending:
     num_parameters: int
     num_trained: int
     folder: Path
-    """What a user opens."""
+    """The folder that a user opens: the model, or the adapter alone."""
     adapter_folder: Path | None = None
     step: int
     """Step of the weights in the folder."""
@@ -40,19 +40,19 @@ class Ending:
     loss: float | None = None
     """Loss on held-out data of the weights in the folder."""
     loss_before: float | None = None
-    """The same at step 0."""
+    """Loss on held-out data before the first step."""
     without_context: float | None = None
     """Loss of a unigram model on the same data, where it means something."""
     recall: float | None = None
     """Share of held-out queries that find their text first among all held-out ones."""
     reciprocal_rank: float | None = None
-    """Mean of one over the place of that text."""
+    """Mean of 1 / place of the right text among all held-out ones, for each held-out query."""
     accuracy: float | None = None
     """Share of the held-out pairs whose chosen answer is preferred."""
     margin: float | None = None
     """Mean difference of the rewards of chosen and rejected answers."""
     num_held_out: int | None = None
-    """Held-out pairs."""
+    """Number of held-out pairs."""
     rewards: tuple[float, float] | None = None
     """Mean reward of the first and of the last logged step."""
     each_reward: Mapping[str, float] = field(default_factory=dict)
@@ -65,7 +65,7 @@ class Ending:
     """Share of the last episodes whose environment has failed."""
     pools: Sequence[PoolReport] = ()
     num_documents: int | None = None
-    """Documents that were trained on."""
+    """Number of documents that were trained on."""
     left_out: str | None = None
     """How many documents were cut or left out, in words."""
     peak_bytes: Sequence[Mapping[str, float]] = ()
@@ -73,6 +73,6 @@ class Ending:
     graded: Mapping[str, PlannedAndMeasured] = field(default_factory=dict)
     """Figures of the plan, by the names of `planning.grade`."""
     is_chat: bool = False
-    """Whether it has learned turns of a chat, so that it is asked in its chat template."""
+    """Whether the model has learned turns of a chat, so that a user asks it in its chat template."""
     sample_prompt: str | None = None
     """A prompt of the held-out examples."""

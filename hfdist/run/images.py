@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 
+import torch
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from hfdist.config.data import Packing, cache_dir
@@ -23,14 +24,14 @@ from hfdist.models.resolve import resolve_model
 logger = logging.getLogger(__name__)
 
 _KEY = "data.images.used"
-_AXES = ("context", "expert")
-"""Degrees of `strategy.*` above 1 that share sequences or experts, which is not tried with images yet."""
+_UNTRIED_AXES = ("context", "expert")
+"""Keys of `strategy` that share sequences or experts: above 1, not tried with images yet."""
 
 
 def check_images(config: RunConfig, architecture: PreTrainedConfig) -> None:
     """Set `data.images.used` where the model reads text alone, so that nobody reads columns of images.
 
-    ConfigError: the config says that rows have some.
+    ConfigError: the config says that rows have images.
     """
     if may_read_images(architecture):
         return
@@ -44,7 +45,7 @@ def check_images(config: RunConfig, architecture: PreTrainedConfig) -> None:
 def find_images(
     config: RunConfig, corpus: Corpus, architecture: PreTrainedConfig, tokenizer: PreTrainedTokenizerBase
 ) -> ImageTokens | None:
-    """Give what images of rows become, and set `data.images.used` and `data.packing`; None: rows have none.
+    """Give the tokens that images of rows become, and set `data.images.used` and `data.packing`; None: no images.
 
     Raises:
         ConfigError: images that the task, the layout or `data.packing` does not take, or a model without its processor.
@@ -65,13 +66,13 @@ def find_images(
     processor = load_processor(config.model, architecture, tokenizer)
     found = ImageTokens(processor, find_positions(architecture), feature_token(architecture))
     _check_calls(config, architecture, found)
-    # As above: each row has its place by it.
+    # Before the config is written down, too: a resume finds each row at its place by the packing.
     config.data.packing = _choose_packing(config, architecture, found)
     return found
 
 
 def _choose_packing(config: RunConfig, architecture: PreTrainedConfig, images: ImageTokens) -> Packing:
-    """Give how rows with images become sequences; ConfigError: not as `data.packing` says."""
+    """Choose how rows with images become sequences; ConfigError: `data.packing` asks for another way."""
     asked = config.data.packing
     where, allowed = "data.packing", "best_fit, none; auto: best_fit where it computes the same"
     if asked is Packing.none:
@@ -95,20 +96,23 @@ def _choose_packing(config: RunConfig, architecture: PreTrainedConfig, images: I
 
 
 def make_example(config: RunConfig, architecture: PreTrainedConfig, images: ImageTokens) -> ImageBatch:
-    """Give what a forward takes of a row with an image. PartitionError: a pipeline cannot read it."""
+    """Give the tensors that a forward takes of a row with an image; PartitionError: a pipeline cannot read them."""
     example = images.example()
     if config.strategy.pipeline == 1:
         return ImageBatch(example)
-    # It takes time that other layouts save.
+    # Imported here alone: the import takes time that other layouts save.
     from hfdist.pipeline.image_check import find_features
 
-    # Held-out rows have a sequence each where those of the training are packed.
-    packed = [] if config.data.packing is Packing.none else [make_trial(images)[0]]
-    return find_features(architecture, [example, *packed])
+    examples = [example]
+    if config.data.packing is not Packing.none:
+        # Training rows are packed, and held-out rows have a sequence each: stages read both.
+        packed, _ = make_trial(images)
+        examples.append(packed)
+    return find_features(architecture, examples)
 
 
 def images_of_past_run(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> ImageTokens | None:
-    """Give what images of rows became in a run whose config was written down; None: its rows had none.
+    """Give the tokens that images of rows became in an earlier run, by its saved config; None: its rows had none.
 
     ConfigError: its model is not here any more, or its processor is another.
     """
@@ -123,10 +127,14 @@ def _check_calls(config: RunConfig, architecture: PreTrainedConfig, images: Imag
     """Refuse ZeRO-3 for a type of which each image calls a module: ranks would gather other weights together."""
     if not config.strategy.partitions_in_constructor:
         return
-    names = images.none[1].keys()
-    module = module_of_each_image(
-        architecture, lambda: [batch for batch in make_trial(images)[1] if names <= batch.keys()]
-    )
+    _, without_image = images.none
+    names = without_image.keys()
+
+    def make_batches() -> list[dict[str, torch.Tensor]]:
+        _, batches = make_trial(images)
+        return [batch for batch in batches if names <= batch.keys()]
+
+    module = module_of_each_image(architecture, make_batches)
     if module is not None:
         raise ConfigError(
             "ZeRO-3 gathers weights in each call of a module, and this type calls one for each image",
@@ -138,6 +146,7 @@ def _check_calls(config: RunConfig, architecture: PreTrainedConfig, images: Imag
 
 
 def _check_task(task: TaskName) -> None:
+    """Refuse a task that reads no images."""
     if not task.traits.reads_images:
         raise ConfigError(
             "this task does not read images yet, and rows have some",
@@ -151,21 +160,24 @@ def _check_task(task: TaskName) -> None:
 def _check_answers(config: RunConfig) -> None:
     """Refuse what is not tried where prompts with images are answered."""
     task, strategy = config.task, config.strategy
-    of_layout = {
-        "strategy.pipeline": strategy.pipeline > 1,
-        "strategy.sharding": strategy.partitions_in_constructor,
-    }
-    of_task = [f"task.{key}" for key in task.used_for_text_alone]
-    refused = [*of_task, *(key for key, is_used in of_layout.items() if is_used)]
-    if not refused:
+    task_keys = [f"task.{key}" for key in task.used_for_text_alone]
+    layout_keys = []
+    if strategy.pipeline > 1:
+        layout_keys.append("strategy.pipeline")
+    if strategy.partitions_in_constructor:
+        layout_keys.append("strategy.sharding")
+    changes = []
+    if layout_keys:
+        changes.append("strategy=fsdp2")
+    if task_keys:
+        changes.append(f"without {' and '.join(task_keys)}")
+    if not changes:
         return
-    moves = ["strategy=fsdp2"] if len(of_task) < len(refused) else []
-    moves += [f"without {' and '.join(of_task)}"] if of_task else []
     raise ConfigError(
         "prompts with images are answered by the ranks themselves, and this was not tried with it yet",
-        where=", ".join(refused),
+        where=", ".join([*task_keys, *layout_keys]),
         allowed="one process, ddp, zero1, zero2, fsdp2, strategy.tensor",
-        hint=f"{', '.join(moves)}; or {_KEY}=false, which trains on text alone",
+        hint=f"{', '.join(changes)}; or {_KEY}=false, which trains on text alone",
     )
 
 
@@ -185,16 +197,17 @@ def _check_room(config: RunConfig, architecture: PreTrainedConfig) -> None:
 
 
 def _check_layout(config: RunConfig) -> None:
+    """Refuse a layout that was not tried with images."""
     strategy = config.strategy
-    divided = [f"strategy.{name}={degree}" for name in _AXES if (degree := getattr(strategy, name, 1)) > 1]
+    refused = {f"strategy.{name}": getattr(strategy, name) for name in _UNTRIED_AXES if getattr(strategy, name) > 1}
     if strategy.pipeline > 1 and strategy.sharding.is_deepspeed:
         # Data ranks with images and without would reduce other gradients.
-        divided.append(f"strategy.sharding={strategy.sharding.value}")
-    if divided:
+        refused["strategy.sharding"] = strategy.sharding.value
+    if refused:
         raise ConfigError(
             "this layout shares sequences, experts or optimizer states: not tried on rows with images yet",
-            where=", ".join(one.partition("=")[0] for one in divided),
-            found=", ".join(divided),
+            where=", ".join(refused),
+            found=", ".join(f"{key}={value}" for key, value in refused.items()),
             allowed="ddp, ZeRO without a pipeline, FSDP2, strategy.pipeline, strategy.tensor",
             hint="strategy=fsdp2; or data.images.used=false, which trains on text alone",
         )

@@ -43,18 +43,24 @@ logger = logging.getLogger(__name__)
 
 
 class FoundModel(NamedTuple):
-    """A model on this machine, but for its weights."""
+    """A model whose config and tokenizer are on this machine; its weights may not be yet."""
 
     config: RunConfig
     """The run's config, with folders of this machine in place of Hub ids and GGUF files."""
     architecture: PreTrainedConfig
+    """The model's own config, as transformers has it."""
     fetch_weights: Callable[[], object]
+    """Brings the weights to this machine."""
     why_together: str | None
     """Why packed documents are not computed one by one; None: they are, or another attention was chosen."""
 
 
 def find_model(config: RunConfig) -> FoundModel:
-    """See `Run.find_model`."""
+    """Bring a model's config and tokenizer to this machine, and settle how its texts are read and pooled.
+
+    Raises:
+        ConfigError: the model is not found, or its type cannot do what the task asks.
+    """
     start = resolve_model(config.model, cache_dir=make_cache(config))
     head = config.task.name.traits.head
     longest = config.data.longest_side if head is Head.targets else config.data.sequence_length
@@ -63,19 +69,28 @@ def find_model(config: RunConfig) -> FoundModel:
     _check_task(config.task, start.model, architecture)
     is_encoder = _is_encoder(config, architecture)
     if config.task.name is TaskName.embed and config.task.pooling is Pooling.auto:
-        folder = None if start.model.name is None else Path(expand_user(start.model.name))
-        own = None if folder is None else read_pooling(folder)
-        # The config is written down after this.
-        config.task.pooling = own or (Pooling.mean if is_encoder else Pooling.last)
+        # Settled before the config is written down.
+        config.task.pooling = _choose_pooling(start.model, is_encoder)
     found = replace(config, model=start.model)
-    why_together = None if is_encoder or head.is_padded else choose_attention(found, architecture, device_type_here())
+    why_together = None
+    if not (is_encoder or head.is_padded):
+        why_together = choose_attention(found, architecture, device_type_here())
     return FoundModel(found, architecture, start.fetch_weights, why_together)
+
+
+def _choose_pooling(model: ModelConfig, is_encoder: bool) -> Pooling:
+    """Give the pooling that an embedding model's folder names; without one, what fits the type of model."""
+    named = None if model.name is None else read_pooling(Path(expand_user(model.name)))
+    if named is not None:
+        return named
+    return Pooling.mean if is_encoder else Pooling.last
 
 
 def _check_task(task: TaskConfig, model: ModelConfig, architecture: PreTrainedConfig) -> None:
     """Raise a ConfigError where a type of model cannot do what a task asks."""
     head, has_values = task.name.traits.head, task.name.traits.has_values
     if head is Head.score or has_values:
+        # The modules alone, without memory for weights: their names and shapes say whether they fit.
         with torch.device("meta"):
             empty = make_without_values(model, architecture, head=head)
             if head is Head.score:
@@ -92,9 +107,13 @@ def _check_task(task: TaskConfig, model: ModelConfig, architecture: PreTrainedCo
 
 
 def _is_encoder(config: RunConfig, architecture: PreTrainedConfig) -> bool:
-    """Whether texts have a row each, as a token sees what comes after it; ConfigError: the model cannot read them."""
+    """Whether the model is an encoder, whose tokens see what comes after them, so that texts have a row each.
+
+    ConfigError: the model cannot read the task's texts.
+    """
     head = config.task.name.traits.head
-    if not (head in (Head.none, Head.masked) or head.gives_labels):
+    may_be_encoder = head in (Head.none, Head.masked) or head.gives_labels
+    if not may_be_encoder:
         return False
     is_encoder = check_reads_texts(architecture, head=head, longest=config.data.sequence_length)
     if is_encoder and head is Head.none and config.strategy.pipeline > 1:
@@ -109,15 +128,18 @@ def _is_encoder(config: RunConfig, architecture: PreTrainedConfig) -> bool:
 
 
 def check_packing(model: PreTrainedModel, packing: Packing, strategy: Strategy, head: Head) -> None:
-    """Warn where packed documents see each other; `head`: what the model gives at its end.
+    """Warn if packed documents see each other in a model; `head` says what the model gives at its end.
 
     Raises:
         ConfigError: the model counts positions otherwise than packed documents have them.
     """
     if packing is Packing.none or takes_texts_apart(model, head):
         return
-    if not strategy.partitions_in_constructor and (why := why_documents_mix(model)) is not None:
-        logger.warning("%s", why)
+    if not strategy.partitions_in_constructor:
+        # With ZeRO-3 no rank has whole weights to try it with.
+        reason = why_documents_mix(model)
+        if reason is not None:
+            logger.warning("%s", reason)
     if not counts_from_zero(model):
         what = "packed documents have positions from 0, and this model counts otherwise in one document"
         found = f"{packing.value}, with {type(model).__name__}"
@@ -141,7 +163,7 @@ def speed_up(config: RunConfig, model: PreTrainedModel, strategy: Strategy) -> N
 
 
 def save_memory(config: RunConfig, model: PreTrainedModel) -> None:
-    """Let the backward pass compute blocks again, if the Trainer does not do so itself. Call it once that is built."""
+    """Let the backward pass compute blocks again, where the Trainer, which must be built, does not do so."""
     train = config.train
     if train.gradient_checkpointing and not train.is_checkpointed_by_trainer:
         checkpoint_blocks(model, train.recompute, offloads=train.activation_offload)

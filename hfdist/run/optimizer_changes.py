@@ -1,4 +1,4 @@
-"""`optimizer.changes`: other values after some steps, as in a run that goes on with other overrides."""
+"""The callback that sets the values of `optimizer.changes` after some steps, as a run with other overrides has them."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from hfdist.optim.rates import set_rate
 from hfdist.optim.registry import settings_from_keys
 
 _SETTINGS = {"lr": "lr", "weight_decay": "weight_decay", "beta1": "betas", "beta2": "betas", "eps": "eps"}
-"""The setting of a group of parameters that each key gives."""
+"""The setting of a group of parameters that each key of the config changes."""
 _OF_ADAM = frozenset({"betas", "eps"})
+"""Settings of Adam and its relatives."""
 
 
 def check_changes(config: OptimizerConfig) -> None:
-    """Raise a ConfigError on a change of a key that gives this optimizer nothing."""
+    """Raise a ConfigError on a change of a key that this optimizer has no setting for."""
     settings = settings_from_keys(config)
     for key in _changed_keys(config):
         if _SETTINGS[key] not in settings:
@@ -26,6 +27,7 @@ def check_changes(config: OptimizerConfig) -> None:
 
 
 def _changed_keys(config: OptimizerConfig) -> list[str]:
+    """List the keys that some change sets."""
     return [key for key in CHANGEABLE if any(getattr(change, key) is not None for change in config.changes)]
 
 
@@ -79,23 +81,24 @@ class OptimizerChanges(TrainerCallback):
         values: dict[str, float] = {key: getattr(self._config, key) for key in self._keys}
         for change in self._config.changes:
             if change.step <= step:
-                values |= {key: value for key in self._keys if (value := getattr(change, key)) is not None}
+                given = {key: getattr(change, key) for key in self._keys}
+                values |= {key: value for key, value in given.items() if value is not None}
         return values
 
     def _set_rates(self, scheduler: LambdaLR, peak: float) -> None:
-        """Set the peak rate of the config; a group may have its multiple, and the schedule multiplies both."""
-        assert self._config.lr is not None, "of a complete config"
-        for number, (group, first_rate) in enumerate(
-            zip(scheduler.optimizer.param_groups, self._first_rates, strict=True)
-        ):
-            # In this order, so that a power of two stays one.
-            base = scheduler.base_lrs[number] = peak * (first_rate / self._config.lr)
-            set_rate(group, base * scheduler.lr_lambdas[number](scheduler.last_epoch))
+        """Set the learning rate of each group by a new peak rate; a group may have a multiple of the peak."""
+        assert self._config.lr is not None, "a complete config has a rate"
+        groups = scheduler.optimizer.param_groups
+        for number, (group, first_rate) in enumerate(zip(groups, self._first_rates, strict=True)):
+            # The ratio first: a multiple that is a power of two changes no bit of the peak's mantissa.
+            base_rate = peak * (first_rate / self._config.lr)
+            scheduler.base_lrs[number] = base_rate
+            set_rate(group, base_rate * scheduler.lr_lambdas[number](scheduler.last_epoch))
         scheduler._last_lr = [group["lr"] for group in scheduler.optimizer.param_groups]
 
 
 def _set_adam(group: Group, first: Group, values: dict[str, float]) -> None:
-    """Set Adam's values; AdEMAMix has a third beta, which stays."""
+    """Set the betas and `eps` of a group to the changed values; AdEMAMix has a third beta, which stays."""
     if "beta1" in values or "beta2" in values:
         beta1, beta2, *others = first["betas"]
         group["betas"] = (values.get("beta1", beta1), values.get("beta2", beta2), *others)

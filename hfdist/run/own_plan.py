@@ -1,8 +1,11 @@
-"""The plan of a run that is about to start, made by another process while this one starts: nothing of it stays here.
+"""The plan of a run that is about to start, made by another process, so that nothing of it stays in this one.
 
 A plan traces the layout with a process group and a model that are not real. A forked process inherits what this one has
 imported and read, so that it costs the trace alone. CUDA does not survive a fork, so where there is a GPU the process
 is a new one, which sees none.
+
+    this process   begin_plan --fork, or spawn and send `make`-->  builds the model ...  take_plan
+    the other                                   make() --------- Plan and Machines, or why not ---^
 """
 
 from __future__ import annotations
@@ -46,7 +49,8 @@ logger = logging.getLogger(__name__)
 
 _MOST_SECONDS = 60.0
 """The most seconds that a run waits for its plan once it is ready itself."""
-_OF_HOST = re.compile(r"DefaultCPUAllocator: (can't|not enough)|bad_alloc|Cannot allocate memory")
+_HOST_MEMORY_ENDS = re.compile(r"DefaultCPUAllocator: (can't|not enough)|bad_alloc|Cannot allocate memory")
+"""What torch and the system write in a RuntimeError where the host has no memory left."""
 _CONNECTION = 3
 """File descriptor of a new process: the first one after its standard streams."""
 PlanAndMachines = tuple[Plan, Machines]
@@ -58,7 +62,8 @@ class OwnPlan:
 
     Args:
         make: makes the plan; called in the other process.
-        forks: whether that is a fork of this one; else a new one without a GPU, for which `make` is pickled.
+        forks: whether the other process is a fork of this one; otherwise it is a new one that sees no GPU, and `make`
+            is pickled for it.
     """
 
     def __init__(self, make: Callable[[], PlanAndMachines], *, forks: bool = True) -> None:
@@ -68,16 +73,16 @@ class OwnPlan:
             theirs.close()
         else:
             self._pid = _start(theirs)
-            # While this process holds that end, it would wait for a child that has died.
+            # Closed here: otherwise `take` would see no end of the pipe when the child dies.
             theirs.close()
-            # What cannot be pickled has the reader end, which says so. OSError: it has ended.
+            # Where `make` cannot be pickled, the child reads nothing, ends, and `take` says so. OSError: it has ended.
             with suppress(pickle.PicklingError, AttributeError, TypeError, OSError):
                 self._connection.send(make)
         # A run may fail before it takes the plan: the child ends all the same.
         self._end = weakref.finalize(self, _end, self._pid)
 
     def take(self) -> PlanAndMachines | str:
-        """Wait for the plan, and give it, or why there is none. Call it once."""
+        """Wait for the plan; give it, or in words why there is none. Call it once."""
         found: PlanAndMachines | str = f"it took longer than {_MOST_SECONDS:.0f} s, or its process was ended"
         # OSError: the child has ended before it has read what it was sent.
         with suppress(EOFError, OSError):
@@ -108,7 +113,7 @@ def begin_plan(config: RunConfig, architecture: PreTrainedConfig, topology: Topo
     try:
         return OwnPlan(make, forks=not has_gpu)
     except OSError as error:
-        # As where a user may have no more processes: a run goes on without its plan.
+        # A user may have no more processes, for example: the run goes on without its plan.
         logger.warning("no plan: %s", error.strerror)
         return None
 
@@ -116,6 +121,7 @@ def begin_plan(config: RunConfig, architecture: PreTrainedConfig, topology: Topo
 def _make_own(
     config: RunConfig, asked: PlanConfig, hardware: Hardware | None, processes: int, architecture: PreTrainedConfig
 ) -> PlanAndMachines:
+    """Find the machines of the run, and plan it for them; in the other process."""
     machines = find_machines(config, asked, hardware, processes)
     return make_plan(config, machines, processes, architecture), machines
 
@@ -125,7 +131,7 @@ def take_plan(own: OwnPlan, config: RunConfig, *, runtime_bytes: int | None, max
 
     Args:
         own: the plan that `begin_plan` has begun.
-        config: the run's.
+        config: the run's config.
         runtime_bytes: bytes that this process held before the model was made, which a plan can only assume.
         max_steps: number of steps of the run.
     """
@@ -134,7 +140,8 @@ def take_plan(own: OwnPlan, config: RunConfig, *, runtime_bytes: int | None, max
         logger.warning("no plan: %s", found)
         return None
     plan, machines = found
-    plan = plan if runtime_bytes is None else replace(plan, memory=plan.memory.with_runtime(runtime_bytes))
+    if runtime_bytes is not None:
+        plan = replace(plan, memory=plan.memory.with_runtime(runtime_bytes))
     plan = with_steps(plan, config, machines, max_steps)
     if not plan.fits:
         hint = "" if plan.advice is None else f"; try {plan.advice}"
@@ -143,7 +150,7 @@ def take_plan(own: OwnPlan, config: RunConfig, *, runtime_bytes: int | None, max
 
 
 def runtime_bytes(engine: Engine | None, device: torch.device) -> int | None:
-    """Give what this process holds besides weights; None: what is measured on its device has no part of that.
+    """Give the resident bytes of this process without its weights; None: on a GPU, whose peaks hold none of them.
 
     Call it once all is built and before the first step, since libraries are imported until then.
     """
@@ -154,38 +161,45 @@ def runtime_bytes(engine: Engine | None, device: torch.device) -> int | None:
 
 @contextmanager
 def naming_lack_of_memory(plan: Plan | None) -> Iterator[None]:
-    """Turn what torch says where memory ends into an error with the next move; rank 0 knows what was planned."""
+    """Turn an error of torch's for lack of memory into a ResourceError with the next move.
+
+    `plan` is what rank 0 has planned; None: there is no plan, or this is another rank.
+    """
     try:
         yield
     except (MemoryError, RuntimeError) as error:
-        if not isinstance(error, (MemoryError, torch.OutOfMemoryError)) and not _OF_HOST.search(str(error)):
+        if not isinstance(error, (MemoryError, torch.OutOfMemoryError)) and not _HOST_MEMORY_ENDS.search(str(error)):
             raise
         found = None if plan is None else verdict(plan)
-        hint = (plan and plan.advice) or "hfdist plan ... plan.search=true names layouts that fit"
+        hint = "hfdist plan ... plan.search=true names layouts that fit"
+        if plan is not None and plan.advice:
+            hint = plan.advice
         what = f"there is not enough memory: {first_line(error)}"
         raise ResourceError(what, where="memory", found=found, hint=hint) from error
 
 
 def _end(pid: int) -> None:
+    """Kill the other process, and wait until it is gone; it may have ended by itself."""
     with suppress(ProcessLookupError):
         os.kill(pid, signal.SIGKILL)
     with suppress(ChildProcessError):
         os.waitpid(pid, 0)
 
 
-def _fork(make: Callable[[], PlanAndMachines], connection: Connection, others: Connection) -> int:
-    # Some libraries warn of a fork after they have started threads, which do nothing here.
+def _fork(make: Callable[[], PlanAndMachines], connection: Connection, parents_end: Connection) -> int:
+    """Fork a child that makes the plan and answers over `connection`; give its process id."""
+    # tokenizers warns of a fork once it has started threads; the child does nothing with them.
     before = os.environ.get("TOKENIZERS_PARALLELISM")
     os.environ["TOKENIZERS_PARALLELISM"] = before or "false"
     try:
         pid = os.fork()
         if pid == 0:
             try:
-                # Otherwise nothing would tell the child that its parent has ended.
-                others.close()
+                # The child has inherited it: while it is open here, nothing tells the child that its parent has ended.
+                parents_end.close()
                 _answer(make, connection)
             finally:
-                # Exit functions belong to the parent.
+                # Without the exit functions of this process, which would end what the parent still uses.
                 os._exit(0)
     finally:
         if before is None:
@@ -194,8 +208,10 @@ def _fork(make: Callable[[], PlanAndMachines], connection: Connection, others: C
 
 
 def _start(connection: Connection) -> int:
+    """Start a new process that sees no GPU and answers over `connection`; give its process id."""
     code = f"from {__name__} import make_received; make_received({_CONNECTION})"
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    # Its standard streams 0, 1 and 2 go nowhere: what it says comes over the connection.
     silent = [(os.POSIX_SPAWN_OPEN, stream, os.devnull, os.O_RDWR, 0) for stream in range(3)]
     handed = (os.POSIX_SPAWN_DUP2, connection.fileno(), _CONNECTION)
     command = python("-c", code)
@@ -203,17 +219,19 @@ def _start(connection: Connection) -> int:
 
 
 def make_received(descriptor: int) -> None:
-    """Receive what makes the plan, and answer; called in a new process."""
+    """Receive `make` over the connection of this descriptor, call it, and answer; runs in the new process."""
     connection = Connection(descriptor)
     _answer(lambda: connection.recv()(), connection)
 
 
 def _answer(make: Callable[[], PlanAndMachines], connection: Connection) -> None:
+    """Send the plan, or in words why there is none."""
+    # A signal that asks the run to save is not for this process, which would only inherit its handlers.
     for number in heard_signals():
         signal.signal(number, signal.SIG_DFL)
     try:
         with warnings.catch_warnings():
-            # What libraries say to developers is said by the run itself.
+            # Warnings of libraries: the run itself gives the same.
             warnings.simplefilter("ignore")
             found: PlanAndMachines | str = make()
     except Exception as error:

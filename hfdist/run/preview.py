@@ -18,13 +18,13 @@ from hfdist.errors import printable
 _OPEN, _SHUT = "\u27e6", "\u27e7"
 """Brackets around marked tokens, which texts hardly have themselves."""
 _MOST_CHARACTERS = 600
-"""Most characters that are shown of a text between two brackets."""
+"""The most characters that are shown of a text between two brackets."""
 _ROLES = {
     RowFormat.preference: ("chosen", "rejected"),
     RowFormat.unpaired_preference: ("chosen", "rejected"),
     RowFormat.retrieval: ("query", "text"),
 }
-"""What the documents of a row are called: first, and those whose labels are below `IGNORED`."""
+"""The roles of a row's documents: of one whose labels are plain, and of one whose labels are below `IGNORED`."""
 
 
 def preview(stream: TokenStream, tokenizer: PreTrainedTokenizerBase, count: int, task: TaskConfig) -> Iterator[str]:
@@ -39,12 +39,11 @@ def preview(stream: TokenStream, tokenizer: PreTrainedTokenizerBase, count: int,
 
 
 def name_of_targets(task: TaskConfig) -> str:
-    """Name the tokens that an example marks as its answer: with rewards they are compared, and not learned.
-
-    Which tokens are hidden is not drawn yet.
-    """
+    """Name the tokens that an example marks as its answer, for a sentence such as "12 of them targets"."""
     if task.name.traits.hides_tokens:
+        # Which of them are hidden is drawn in training.
         return "such as may be hidden"
+    # With rewards the answer is compared, and not learned.
     return "of the reference" if task.name.traits.is_reinforcement else "targets"
 
 
@@ -58,7 +57,12 @@ def _documents(sequence: Sequence, tokenizer: PreTrainedTokenizerBase, task: Tas
         labels = rows[LABELS, start:stop]
         ids = rows[INPUT_IDS, start:stop]
         text = _mark_targets(ids, labels != IGNORED, tokenizer, are_numbers=traits.head.gives_labels)
-        yield text if roles is None else f"{roles[bool((labels < IGNORED).any())]}: {text}"
+        if roles is None:
+            yield text
+        else:
+            plain_role, marked_role = roles
+            is_marked = bool((labels < IGNORED).any())
+            yield f"{marked_role if is_marked else plain_role}: {text}"
 
 
 def _mark_targets(

@@ -14,17 +14,19 @@ from hfdist.records.rank_lines import HIGHEST, QUANTILES, STEPS, RankColumn
 
 _COLUMNS = tuple(column.value for column in RankColumn)
 _MOST_RANKS = 64
-"""Most ranks that stand in each line."""
+"""The most ranks that stand in each line."""
 _RANKS_A_LINE = 16
-"""Above this number of ranks not each line has all of them: the file grows as if each line had so many."""
+"""Of more ranks than `_MOST_RANKS`, a line has so many on average: all ranks stand in a few lines."""
 _LEVELS = (0.0, 0.1, 0.5, 0.9, 1.0)
+"""Levels of the quantiles in a line."""
 _NUM_HIGHEST = 4
+"""Number of ranks whose figures are the highest that a line names."""
 
 
 class RankSummary:
     """Makes the lines of ranks.jsonl from what all ranks have measured.
 
-    What a line says of all ranks is of all steps since they last stood in a line, so no step is lost.
+    A line with all ranks has their figures over all steps since the last such line, so no step is lost.
 
     Args:
         num_ranks: number of ranks.
@@ -57,7 +59,7 @@ class RankSummary:
         return line
 
     def take(self) -> Line:
-        """Give all ranks since they last stood in a line, of many also their steps; {}: no step since then."""
+        """Give the columns of all ranks since they last stood in a line, and begin anew; {}: no step since then."""
         if not self._num_steps:
             return {}
         line: Line = {} if self._is_small else {STEPS: self._num_steps}
@@ -70,7 +72,7 @@ class RankSummary:
 def to_columns(figures: NDArray[np.float64]) -> dict[str, list[float | None]]:
     """Give the columns of a line: microseconds at most, whole bytes, and None for what is not known."""
     *seconds, peaks = figures
-    # More digits are noise.
+    # Six digits of seconds are microseconds: more are noise.
     rounded = [[None if np.isnan(value) else round(value, 6) for value in row.tolist()] for row in seconds]
     return dict(zip(_COLUMNS, [*rounded, [int(value) for value in peaks.tolist()]], strict=True))
 

@@ -33,11 +33,11 @@ class Outcome(NamedTuple):
     """A model that was trained, measured and written."""
 
     folder: Path
-    """What a user opens."""
+    """The folder that a user opens: the model, or the adapter alone."""
     step: int
     """Step of the weights in the folder."""
     loss: float | None
-    """Theirs on held-out data; None: there are none."""
+    """Loss of these weights on held-out data; None: nothing is held out."""
     pools: Sequence[PoolReport]
     """How much of each pool was read."""
     peak_bytes: Sequence[Mapping[str, float]]
@@ -51,7 +51,7 @@ class RunState:
     topology: Topology
     strategy: Strategy
     architecture: PreTrainedConfig
-    """Set by `find_model`, as the next one."""
+    """The model's own config; set by `find_model`, as the next one."""
     why_together: str | None = None
     """Why packed documents are not computed one by one; None: they are, or another attention was chosen."""
     data: RunData
@@ -63,7 +63,7 @@ class RunState:
     arguments: TrainingArguments
     """Set by `start_ranks`, as the next two."""
     patient: ControlGroup | None = None
-    """In which ranks with nothing left to do wait for the end of the run; None: there is one process."""
+    """The group in which ranks with nothing left to do wait for the end of the run; None: there is one process."""
     own_plan: OwnPlan | None = None
     """A plan that is being made, on rank 0."""
     model: PreTrainedModel
@@ -71,7 +71,7 @@ class RunState:
     objective: Objective | None
     """Set by `build_trainer`, as the next four; None: the run trains next tokens."""
     measures: Sequence[Measure] = ()
-    """What evaluations measure besides the loss."""
+    """Functions that measure something besides the loss at an evaluation."""
     usage: Usage
     trainer: Trainer
     plan: Plan | None = None

@@ -1,4 +1,4 @@
-"""What a run says before it trains: its model, its layout and its batch, a line each, and a look at its data."""
+"""The lines that a run logs before it trains: its model, its layout and its batch, and a look at its data."""
 
 from __future__ import annotations
 
@@ -32,31 +32,32 @@ logger = logging.getLogger(__name__)
 
 
 def tell_start(run: RunState) -> None:
-    """Log what a run is about to do."""
-    config, data, done = run.config, run.data, _steps_done(run.start)
-    logger.info("%s", _describe(run, done))
-    if done or not run.trainer.is_world_process_zero():
+    """Log what a run is about to do; a run that begins anew also shows its data, on rank 0."""
+    config, data, steps_done = run.config, run.data, _steps_done(run.start)
+    logger.info("%s", _describe(run, steps_done))
+    if steps_done or not run.trainer.is_world_process_zero():
         return
     if config.model.init is Init.pretrained and config.data.sources.keys() <= {*EXAMPLES}:
         logger.info("the data are an example of hfdist's; your own: data=FILE or data=FOLDER")
     if data.corpus.has_examples:
-        a_step = run.strategy.batch.tokens_per_step
-        logger.info(
-            "of the data: %s", survey(data.corpus, data.tokenizer, config.data, config.task, a_step, data.images)
-        )
-        if (advice := advise(data.corpus, data.tokenizer, config)) is not None:
+        tokens_per_step = run.strategy.batch.tokens_per_step
+        found = survey(data.corpus, data.tokenizer, config.data, config.task, tokens_per_step, data.images)
+        logger.info("of the data: %s", found)
+        advice = advise(data.corpus, data.tokenizer, config)
+        if advice is not None:
             logger.warning("%s", advice)
     for text in preview(data.stream, data.tokenizer, config.report.preview, config.task):
         logger.info("%s", text)
 
 
 def _steps_done(start: Start) -> int:
-    """Give the steps of the checkpoint from which the run goes on."""
+    """Give the number of steps that the checkpoint has done from which the run goes on; 0: it begins anew."""
+    # A checkpoint under another name than ours has no step, which is -1.
     return 0 if start.checkpoint is None else max(step_of(Path(start.checkpoint).name), 0)
 
 
 def _describe(run: RunState, steps_done: int) -> str:
-    """Give the lines that a run starts with."""
+    """Give a line for each thing that there is to say, with its label before it."""
     config, engine = run.config, run.trainer.engine
     assert engine is not None
     sharding, precision = config.strategy.sharding.value, config.train.precision.value
@@ -76,26 +77,33 @@ def _describe(run: RunState, steps_done: int) -> str:
 
 def _describe_model(run: RunState, engine: Engine) -> str:
     kind, init = cast(PreTrainedModel, engine.model).config.model_type, run.config.model.init.value
-    words = f"{kind}, {engine.size.num_parameters:,} parameters, {init} weights, {engine.description}"
-    return words if run.why_together is None else f"{words}; packed documents not one by one, since {run.why_together}"
+    text = f"{kind}, {engine.size.num_parameters:,} parameters, {init} weights, {engine.description}"
+    if run.why_together is not None:
+        text += f"; packed documents not one by one, since {run.why_together}"
+    return text
 
 
 def _describe_trained(adapter: AdapterConfig, size: ModelSize) -> str:
-    words = f"{size.num_trained:,} parameters, {100 * size.num_trained / size.num_parameters:.3g} % of all"
-    return f"{words}: {adapter.type or f'the adapter of {adapter.path}'}" if adapter.is_used else words
+    text = f"{size.num_trained:,} parameters, {100 * size.num_trained / size.num_parameters:.3g} % of all"
+    if adapter.is_used:
+        text += f": {adapter.type or f'the adapter of {adapter.path}'}"
+    return text
 
 
 def _describe_batch(config: RunConfig, batch: BatchPlan) -> str:
     task = config.task
-    words = (
-        f"{batch.global_batch_size:,} {'prompts' if task.name.traits.is_reinforcement else 'sequences'} = "
+    rows = "prompts" if task.name.traits.is_reinforcement else "sequences"
+    text = (
+        f"{batch.global_batch_size:,} {rows} = "
         f"data ranks {batch.data_size} x micro batches {batch.num_microbatches} x sequences {batch.micro_batch_size}"
     )
     if not task.name.traits.is_reinforcement:
-        return f"{words}; {_up_to(config)}{batch.tokens_per_step:,} tokens a step"
-    # How long answers are, nobody knows before.
-    words += f"; {task.num_generations:,} answers to each, of at most {task.max_new_tokens:,} tokens"
-    return words if task.trained_prompts is None else f"{words}; {task.trained_prompts:,} of the prompts train"
+        return f"{text}; {_up_to(config)}{batch.tokens_per_step:,} tokens a step"
+    # Nobody knows before how long the answers will be.
+    text += f"; {task.num_generations:,} answers to each, of at most {task.max_new_tokens:,} tokens"
+    if task.trained_prompts is not None:
+        text += f"; {task.trained_prompts:,} of the prompts train"
+    return text
 
 
 def _describe_training(run: RunState, steps_done: int) -> str:
@@ -127,7 +135,12 @@ def _describe_islands(islands: IslandsConfig) -> str:
         return ""
     where = f"{islands.index} of {islands.count}"
     if islands.method is IslandMethod.parameter_server:
-        waits = {None: "asynchronous", 0: "synchronous"}.get(islands.staleness, f"staleness {islands.staleness}")
+        if islands.staleness is None:
+            waits = "asynchronous"
+        elif islands.staleness == 0:
+            waits = "synchronous"
+        else:
+            waits = f"staleness {islands.staleness}"
         return f"{where}; parameter server, {waits}; {islands.codec.value}"
     outer = f"outer lr {islands.outer_lr:g}, momentum {islands.outer_momentum:g}"
     return f"{where}; rounds of {islands.every:,} steps; {outer}; {islands.codec.value}"

@@ -1,4 +1,4 @@
-"""From our config to transformers' TrainingArguments: the only place that names its fields."""
+"""Makes transformers' TrainingArguments of a run's config: the only place that names their fields."""
 
 from __future__ import annotations
 
@@ -26,14 +26,19 @@ from hfdist.watch.callback import is_broken_connection
 
 
 def build_arguments(config: RunConfig, strategy: Strategy, *, max_steps: int) -> TrainingArguments:
-    """Give the Trainer's arguments. Starts the process group, and then the strategy."""
+    """Give the Trainer's arguments, which start the process group; then start the strategy.
+
+    Raises:
+        ConfigError: transformers refuses the arguments.
+        PeerError: this rank cannot connect to the others.
+    """
     fields = _generated(config, strategy.batch, max_steps) | strategy.training_arguments()
-    own = config.train.arguments
+    of_user = config.train.arguments
     choose_gloo_interface()
     import_deepspeed()
     try:
-        start_group_under_torchrun(backend=own.get("ddp_backend"), timeout_seconds=own.get("ddp_timeout"))
-        arguments = TrainingArguments(**fields, **own)
+        start_group_under_torchrun(backend=of_user.get("ddp_backend"), timeout_seconds=of_user.get("ddp_timeout"))
+        arguments = TrainingArguments(**fields, **of_user)
     except (ValueError, TypeError, ImportError) as error:
         raise ConfigError(
             f"transformers refuses the arguments: {first_line(error)}",
@@ -49,6 +54,7 @@ def build_arguments(config: RunConfig, strategy: Strategy, *, max_steps: int) ->
 
 
 def _generated(config: RunConfig, batch: BatchPlan, max_steps: int) -> dict[str, Any]:
+    """Give the fields that hfdist sets itself, by name."""
     train = config.train
     return {
         "output_dir": config.run.dir,
@@ -61,7 +67,7 @@ def _generated(config: RunConfig, batch: BatchPlan, max_steps: int) -> dict[str,
         "bf16": train.precision.is_bf16,
         "fp16": train.precision is Precision.fp16,
         "torch_compile": train.compile is Compile.model,
-        # What is more than this is set up on the model: these arguments are written down, and would hold a function.
+        # Other kinds of recomputation are set up on the model: they need functions, and these arguments are JSON.
         "activation_checkpointing": train.is_checkpointed_by_trainer,
         "eval_strategy": "no" if train.eval_every is None else "steps",
         "eval_steps": train.eval_every,
@@ -87,11 +93,11 @@ def _generated(config: RunConfig, batch: BatchPlan, max_steps: int) -> dict[str,
 
 
 def _finds_unused(config: RunConfig) -> bool | None:
-    """Whether DDP looks for parameters that a step does not use; None: a small model is asked."""
+    """Whether DDP looks for parameters that a step does not use; None: the Trainer tries it on a small model."""
     if config.data.images.used:
         # A rank whose rows have no image does not call what reads them.
         return True
-    # Without a head, a pooler has no use.
+    # Many models have a pooler, whose output embeddings do not use.
     return None if config.task.name.traits.head is Head.none else False
 
 
@@ -112,7 +118,7 @@ def _optimizer(optimizer: OptimizerConfig, batch: BatchPlan, max_steps: int) -> 
 
 def check_further_arguments(config: RunConfig, batch: BatchPlan) -> None:
     """Raise a ConfigError on a name in `train.arguments` that is unknown, or that hfdist sets itself."""
-    # Only its names are used.
+    # Only the names count, so any number of steps will do.
     ours = _generated(config, batch, max_steps=1)
     known = {field.name for field in dataclasses.fields(TrainingArguments) if field.init}
     for name, value in config.train.arguments.items():

@@ -1,4 +1,4 @@
-"""Sums energy over the ranks now and then, and what follows from it: cost and CO2 equivalent."""
+"""The energy of a run, summed over the ranks now and then, and what follows from it: cost and CO2 equivalent."""
 
 from __future__ import annotations
 
@@ -23,10 +23,12 @@ logger = logging.getLogger(__name__)
 _READ_SECONDS = 10.0
 """The most seconds between two sums over the ranks: each sum gathers about 1 KB a rank."""
 _READ_SHARE = 0.05
-"""Share of the time so far, after which the ranks sum again: the power of first steps says little of later ones."""
+"""The ranks sum again after this share of the time so far: early steps draw other power than later ones."""
 _SOURCES = {None: "of earlier starts", "estimate": "an estimate"}
-"""Words for the source of a run's energy, where its name says too little."""
+"""Text for sources of a run's energy whose name says too little; None: this start has no source."""
 _JOULES_PER_KWH = 3.6e6
+_LEAST_SECONDS = 1e-3
+"""Two sums may come at once: no power is divided by a shorter time."""
 
 
 class Usage(TrainerCallback):
@@ -46,12 +48,14 @@ class Usage(TrainerCallback):
         self._group: ControlGroup | None = None
         self._sources: list[EnergySources] = []
         self._begin_seconds = self._read_seconds = time.monotonic()
+        """When measuring began, and when the ranks last summed, on the monotonic clock."""
         self._joules: float | None = None
+        """Energy of all ranks at the last sum; None: there was no sum yet."""
         self._watts = 0.0
         """Power of all ranks that is expected until the next sum."""
 
     def on_train_begin(self, args: object, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
-        """Tell each other what can be measured, and share it out. A collective."""
+        """Let the ranks tell each other what they can measure, and share out who measures what. A collective."""
         if self._sources:
             return
         self._group = control_group()
@@ -69,7 +73,7 @@ class Usage(TrainerCallback):
         return is_known(self._sources)
 
     def flag(self) -> int:
-        """1 on rank 0 when it is time to sum again, else 0."""
+        """Give 1 on rank 0 when it is time to sum again, else 0."""
         now = time.monotonic()
         interval = min(_READ_SECONDS, _READ_SHARE * (now - self._begin_seconds))
         is_due = self._joules is None or now - self._read_seconds > interval
@@ -83,52 +87,63 @@ class Usage(TrainerCallback):
         """Sum the energy of all ranks, and note it. A collective."""
         joules = sum(gather_json(self._meter.joules(), self._group))
         now = time.monotonic()
-        of_late = (joules - (self._joules or 0.0)) / max(now - self._read_seconds, 1e-3)
-        # The higher power counts for what is to come: waiting takes less than training.
-        self._watts = max(of_late, joules / max(now - self._begin_seconds, 1e-3))
+        watts_since_last_sum = (joules - (self._joules or 0.0)) / max(now - self._read_seconds, _LEAST_SECONDS)
+        watts_since_begin = joules / max(now - self._begin_seconds, _LEAST_SECONDS)
+        # The higher one is expected from now on: ranks that wait draw less power than those that train.
+        self._watts = max(watts_since_last_sum, watts_since_begin)
         self._joules, self._read_seconds = joules, now
         if self._recorder is not None:
             self.note()
 
     def note(self) -> None:
-        """Write the figures of this moment into the record; on rank 0. Energy is that of the last sum."""
+        """Write the present figures into the record, with the energy of the last sum. On rank 0 alone."""
         assert self._recorder is not None
         record, cost = self._recorder.record, self._cost
         if self.is_known and self._joules is not None:
             record.energy_kwh = self._joules / _JOULES_PER_KWH
-        device_hours = self._recorder.seconds / SECONDS_PER_HOUR * num_devices(self._sources)
-        amounts = [(cost.price_per_hour, device_hours), (cost.price_per_kwh, record.energy_kwh)]
-        parts = [_times(price, amount) for price, amount in amounts if price is not None]
-        known = [part for part in parts if part is not None]
-        # A part of the sum would pass for the whole.
-        record.cost = sum(known) if parts and len(known) == len(parts) else None
+        record.cost = self._find_cost(record.energy_kwh)
         record.gco2e = _times(cost.gco2e_per_kwh, record.energy_kwh)
 
+    def _find_cost(self, energy_kwh: float | None) -> float | None:
+        """Give the cost of devices and energy; None: no price is given, or the energy that has one is not known."""
+        assert self._recorder is not None
+        cost = self._cost
+        parts = []
+        if cost.price_per_hour is not None:
+            device_hours = self._recorder.seconds / SECONDS_PER_HOUR * num_devices(self._sources)
+            parts.append(cost.price_per_hour * device_hours)
+        if cost.price_per_kwh is not None:
+            if energy_kwh is None:
+                # The price of the devices alone would pass for the whole.
+                return None
+            parts.append(cost.price_per_kwh * energy_kwh)
+        return sum(parts) if parts else None
+
     def find_used(self) -> dict[str, float | None]:
-        """Give what the run has used by now of each budget.
+        """Give what the run has used by now of each budget, by its key and in its unit; None: not known.
 
         The energy since the last sum is estimated from its power.
         """
         used = find_used(self.totals())
-        late_kwh = self._watts * (time.monotonic() - self._read_seconds) / _JOULES_PER_KWH
-        late = {"max_kwh": late_kwh, "max_cost": late_kwh * (self._cost.price_per_kwh or 0.0)}
-        return {name: None if value is None else value + late.get(name, 0.0) for name, value in used.items()}
+        kwh_since_sum = self._watts * (time.monotonic() - self._read_seconds) / _JOULES_PER_KWH
+        since_sum = {"max_kwh": kwh_since_sum, "max_cost": kwh_since_sum * (self._cost.price_per_kwh or 0.0)}
+        return {name: None if value is None else value + since_sum.get(name, 0.0) for name, value in used.items()}
 
     def totals(self) -> RunRecord:
-        """Give the record with the figures of this moment; on rank 0."""
+        """Give a copy of the record with the present figures. On rank 0 alone."""
         assert self._recorder is not None
         self.note()
         return replace(self._recorder.record, seconds=self._recorder.seconds)
 
     def find_rates(self) -> dict[str, float]:
-        """Give what a second uses of each budget."""
+        """Give how much of each budget a second uses, by its key and in its unit."""
         kwh = self._watts / _JOULES_PER_KWH
         cost = (self._cost.price_per_hour or 0.0) * num_devices(self._sources) / SECONDS_PER_HOUR
         cost += (self._cost.price_per_kwh or 0.0) * kwh
         return {"max_hours": 1 / SECONDS_PER_HOUR, "max_cost": cost, "max_kwh": kwh, "deadline": 1.0}
 
     def figures(self) -> dict[str, float]:
-        """Give what a training line says: totals over all starts, as far as they are known; {} on all but rank 0."""
+        """Give the figures of a training line: totals over all starts, as far as they are known; {} on other ranks."""
         if self._recorder is None:
             return {}
         record = self.totals()
@@ -136,20 +151,25 @@ class Usage(TrainerCallback):
         return {name: total for name, total in totals.items() if total is not None}
 
     def close(self) -> None:
-        """Measure no more. On rank 0, the record keeps the figures of this moment."""
+        """End the measuring; on rank 0, the record keeps the last figures."""
         if self._recorder is not None and self._sources:
             self.note()
         self._meter.close()
 
 
 def describe_usage(record: RunRecord, cost: CostConfig) -> str:
-    """Say in one line what all starts have used, as far as it is known."""
+    """Say in one line how much time, energy and money all starts have used, as far as it is known."""
     kwh, spent, grams = (record.total(name) for name in SUMMED)
     parts = [duration(record.earlier_seconds + record.seconds)]
-    parts += [] if kwh is None else [f"{energy(kwh)} ({_SOURCES.get(record.energy_source, record.energy_source)})"]
-    parts += [] if grams is None else [f"{mass(grams)} CO2e"]
-    parts += [] if spent is None else [money(spent, cost.currency)]
-    return ", ".join(parts) + (f", in {record.start} starts" if record.start > 1 else "")
+    if kwh is not None:
+        parts.append(f"{energy(kwh)} ({_SOURCES.get(record.energy_source, record.energy_source)})")
+    if grams is not None:
+        parts.append(f"{mass(grams)} CO2e")
+    if spent is not None:
+        parts.append(money(spent, cost.currency))
+    if record.start > 1:
+        parts.append(f"in {record.start} starts")
+    return ", ".join(parts)
 
 
 def _times(price: float | None, amount: float | None) -> float | None:

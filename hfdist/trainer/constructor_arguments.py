@@ -1,4 +1,4 @@
-"""Arguments of a Trainer's constructor, compared with the strategy before anything is built."""
+"""Checks of the arguments of a Trainer's constructor against the strategy, before anything is built."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _REFUSED = {
 }
 """Arguments that a strategy refuses: why, and what to do instead."""
 _IN_BACKWARD = (OptimizerNames.LOMO, OptimizerNames.ADALOMO)
-"""Optimizers that step within accelerate's backward."""
+"""Optimizers that take their step while gradients are computed, in a backward of accelerate's."""
 _WITHOUT_OTHER_LOSSES = {
     "pipeline": (
         "a pipeline ends the model's forward on all stages but the last, so what this class does after it may "
@@ -53,7 +53,7 @@ def check_is_arguments(args: object) -> None:
 
 
 def check_arguments(args: TrainingArguments | None, strategy: Strategy) -> TrainingArguments:
-    """Compare TrainingArguments with the layout's numbers, which the original class reads there; give them back."""
+    """Give TrainingArguments back if they say what the layout does; ConfigError: they say something else."""
     _check_made_for(args, strategy)
     assert args is not None  # a strategy has some arguments
     _check_agrees(args, strategy)
@@ -81,6 +81,7 @@ def _check_made_for(args: TrainingArguments | None, strategy: Strategy) -> None:
 
 
 def _check_agrees(args: TrainingArguments, strategy: Strategy) -> None:
+    """Refuse values that DeepSpeed was given otherwise when the strategy was made."""
     for name, value in strategy.agreed_arguments().items():
         if getattr(args, name) != value:
             what = "the strategy was made for another value, which DeepSpeed works with"
@@ -92,8 +93,11 @@ def _check_agrees(args: TrainingArguments, strategy: Strategy) -> None:
 
 
 def _check_precision(args: TrainingArguments, strategy: Strategy) -> None:
+    """Refuse another precision than the one that the strategy was asked for."""
     asked = strategy.asked_precision
-    if asked is not None and (args.bf16, args.fp16) != (asked is Precision.bf16, asked is Precision.fp16):
+    if asked is None:
+        return
+    if args.bf16 != (asked is Precision.bf16) or args.fp16 != (asked is Precision.fp16):
         what, found = "the strategy was made for another precision", f"bf16={args.bf16}, fp16={args.fp16}"
         hint = "the same precision for both, or hfdist.make_strategy without `precision`"
         raise ConfigError(what, where="args", found=found, allowed=f"those of {asked.value}", hint=hint)
@@ -138,20 +142,17 @@ def check_class_loss(kind: type, arguments: Arguments, topology: Topology) -> No
 
 def _check_loss_of_parts(kind: type, arguments: Arguments) -> None:
     """Refuse what must see whole sequences beside the model: each rank of a context group has a part."""
-    args, owner = arguments["args"], owner_of(kind, "compute_loss")
-    if owner is not transformers.Trainer:
-        where, found = f"{kind.__name__}.compute_loss", f"that of {owner.__name__}"
-    else:
-        values = {"compute_loss_func": arguments.get("compute_loss_func")}
-        names = ("label_smoothing_factor", "neftune_noise_alpha")
-        values |= {f"args.{name}": getattr(args, name) for name in names}
-        given = {name: value for name, value in values.items() if value}
-        if not given:
-            return
-        where, value = next(iter(given.items()))
-        found = getattr(value, "__name__", value)
     what = "ranks that share sequences compute the loss of the model itself only: this one may look at whole sequences"
-    raise ConfigError(what, where=where, found=found, hint="without it, or strategy.context=1")
+    hint = "without it, or strategy.context=1"
+    owner = owner_of(kind, "compute_loss")
+    if owner is not transformers.Trainer:
+        raise ConfigError(what, where=f"{kind.__name__}.compute_loss", found=f"that of {owner.__name__}", hint=hint)
+    values = {"compute_loss_func": arguments.get("compute_loss_func")}
+    for name in ("label_smoothing_factor", "neftune_noise_alpha"):
+        values[f"args.{name}"] = getattr(arguments["args"], name)
+    for where, value in values.items():
+        if value:
+            raise ConfigError(what, where=where, found=getattr(value, "__name__", value), hint=hint)
 
 
 def check_count(args: TrainingArguments, topology: Topology) -> None:

@@ -40,9 +40,7 @@ def find_strategy(strategy: object, arguments: Arguments) -> tuple[Strategy, Arg
     if not isinstance(strategy, Strategy | str):
         allowed, hint = 'hfdist.make_strategy(...), the name of a preset such as "fsdp2", None', 'strategy="fsdp2"'
         if isinstance(strategy, dict) and strategy:
-            name = [repr(strategy["name"])] if "name" in strategy else []
-            given = {"global_batch_size": 8} | {key: value for key, value in strategy.items() if key != "name"}
-            hint = f"hfdist.make_strategy({', '.join([*name, *(f'{k}={v!r}' for k, v in given.items())])})"
+            hint = _call_with(strategy)
         raise ConfigError("this is no strategy", where=where, found=repr(strategy), allowed=allowed, hint=hint)
     args = arguments.get("args")
     check_is_arguments(args)
@@ -55,11 +53,28 @@ def find_strategy(strategy: object, arguments: Arguments) -> tuple[Strategy, Arg
     return made, arguments | {"args": dataclasses.replace(args, **made.training_arguments())}
 
 
+def _call_with(values: dict[str, object]) -> str:
+    """Write the call of `make_strategy` that means what somebody gave as a dict."""
+    keywords = {"global_batch_size": 8} | values
+    name = keywords.pop("name", None)
+    given = [] if name is None else [repr(name)]
+    given += [f"{key}={value!r}" for key, value in keywords.items()]
+    return f"hfdist.make_strategy({', '.join(given)})"
+
+
 def build_engine(kind: type, strategy: Strategy, arguments: Arguments) -> tuple[Engine, Arguments]:
     """Check what a Trainer is made with, and build the engine of its model. A collective.
 
-    `kind` is the class of the trainer. `arguments` are all those of the class after the mixin, by name; they come back
-    with the engine's model. A ConfigError says what does not go with the layout.
+    Args:
+        kind: the class of the trainer.
+        strategy: the layout.
+        arguments: all arguments of the class after the mixin, by name.
+
+    Returns:
+        The engine, and the arguments with the engine's model.
+
+    Raises:
+        ConfigError: an argument or the class does not go with the layout.
     """
     args = check_arguments(arguments.get("args"), strategy)
     check_hooks(kind, strategy.topology)
@@ -68,8 +83,10 @@ def build_engine(kind: type, strategy: Strategy, arguments: Arguments) -> tuple[
     raise_limit()
     strategy.start()
     model = find_model(kind, arguments, strategy)
-    # The original would call `model_init` once more.
-    arguments = arguments | ({"model_init": None} if arguments.get("model") is None else {}) | {"model": model}
+    if arguments.get("model") is None:
+        # `find_model` has called it, and the original would call it once more.
+        arguments = arguments | {"model_init": None}
+    arguments = arguments | {"model": model}
     if all(owner_of(kind, name) is transformers.Trainer for name in _READERS):
         collates_itself = arguments.get("data_collator") is not None
         check_is_dataset(arguments.get("eval_dataset"), "eval_dataset")
@@ -81,11 +98,12 @@ def build_engine(kind: type, strategy: Strategy, arguments: Arguments) -> tuple[
         # The same for recipes, `peft_config`, and a model that brings its adapter.
         check_adapted(arguments["model"], strategy, where="peft_config")
         check_adapter_names(arguments["model"])
-        # With PEFT, which takes a second.
+        # Imported here alone: it imports PEFT, which takes a second.
         from hfdist.models.expert_factors import use_factors
 
         use_factors(arguments["model"])
     optimizer, _ = arguments.get("optimizers") or (None, None)
+    # Before the model is distributed: the names of its parameters are found by the tensors of the whole model.
     own = None if optimizer is None else OwnOptimizer(optimizer, arguments["model"])
     engine = distribute(kind, strategy, arguments["model"])
     if not engine.reduces_gradients:
@@ -100,7 +118,7 @@ def distribute(kind: type, strategy: Strategy, model: nn.Module) -> Engine:
     if sums_over_targets(kind):
         leave_out_router_loss(model)
     if not has_adapter(model):
-        # While it is whole.
+        # Found and kept while the model is whole: a part of it would lack names.
         find_hub_names(model)
     use_products(model)
     return strategy.build(model)

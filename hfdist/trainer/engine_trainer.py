@@ -52,11 +52,14 @@ if TYPE_CHECKING:
 
 
 class EngineTrainer(transformers.Trainer):
-    """`transformers.Trainer`, and with an engine what that does instead."""
+    """`transformers.Trainer`; where there is an engine, each method here lets it do that part of the work.
+
+    The mixin's constructor sets all attributes.
+    """
 
     strategy: Strategy | None
     training: Training
-    """What the parts share."""
+    """The handle that the Trainer's parts share."""
     checkpointer: Checkpointer
     weighted_loss: WeightedLoss
     router_loss: RouterLoss
@@ -66,13 +69,13 @@ class EngineTrainer(transformers.Trainer):
     _predicts: bool
     """Whether an evaluation loop must keep the outputs of the model."""
     _steps_run: set[str]
-    """Which parts of a step the engine has done since the last one."""
+    """Names of the methods by which the engine has done its parts of this step."""
     _counts_rows = True
     """Whether the tokens of a batch are those of its rows, with what fills up; an objective counts in its own way."""
     _norm: object
-    """What the last `_clip_grad_norm` has found."""
+    """The norm that the last `_clip_grad_norm` has found."""
     _trained: list[tuple[nn.Parameter, bool]]
-    """Whether each parameter was trained when the optimizer was made; empty before the first training."""
+    """Each parameter, and whether it was trained when the optimizer was made; empty before the first training."""
 
     @property
     def engine(self) -> Engine | None:
@@ -81,6 +84,7 @@ class EngineTrainer(transformers.Trainer):
 
     @property
     def _engine(self) -> Engine:
+        """The engine, where there is one for certain."""
         return self.training.engine
 
     @cached_property
@@ -102,7 +106,7 @@ class EngineTrainer(transformers.Trainer):
         return found
 
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
-        """Weight decay on matrices only."""
+        """Name the parameters with weight decay: matrices only."""
         if self.engine is None:
             return super().get_decay_parameter_names(model)
         return [name for name, parameter in model.named_parameters() if parameter.ndim >= 2]
@@ -147,7 +151,7 @@ class EngineTrainer(transformers.Trainer):
         return_outputs: bool = False,
         num_items_in_batch: torch.Tensor | int | None = None,
     ) -> Any:
-        """As the original; it multiplies the model's own loss by the number of processes only if there are several."""
+        """Compute the original's loss; with one process, without a kernel that multiplies it by 1."""
         is_own = self.compute_loss_func is None and self.label_smoother is None and self.training.num_gpus <= 1
         # Nothing was put in its place at run time.
         is_original = getattr(transformers.Trainer.compute_loss, "__globals__", None) is vars(transformers.trainer)
@@ -171,11 +175,12 @@ class EngineTrainer(transformers.Trainer):
         if self.accelerator.distributed_type is DistributedType.DEEPSPEED:
             self.accelerator.backward(loss, scale_wrt_gas=False)
         elif getattr(self.accelerator.backward, "__func__", None) is not Accelerator.backward:
-            # Put in its place by a program.
+            # A user's program has put its own in place of the original.
             self.accelerator.backward(loss)
         else:
             # accelerate's would divide by 1, as the Trainer has accumulated: a hundredth of a small step.
-            (loss if scaler is None else scaler.scale(loss)).backward()
+            scaled = loss if scaler is None else scaler.scale(loss)
+            scaled.backward()
 
     def _check_trained(self) -> None:
         """Check that nothing was frozen or thawed since the optimizer was made: layouts would do different things.
@@ -183,24 +188,24 @@ class EngineTrainer(transformers.Trainer):
         Raises:
             ConfigError: a callback did so.
         """
-        changed = [one for one, was_trained in self._trained if one.requires_grad != was_trained]
-        if not changed:
+        changed = next((one for one, was_trained in self._trained if one.requires_grad != was_trained), None)
+        if changed is None:
             return
         names = {id(parameter): name for name, parameter in cast(nn.Module, self.model).named_parameters()}
         what = "a parameter was frozen or unfrozen after the optimizer was made, which has it or not, as do the ranks"
-        found = f"{names.get(id(changed[0]))}, now with requires_grad={changed[0].requires_grad}"
+        found = f"{names.get(id(changed))}, now with requires_grad={changed.requires_grad}"
         hint = "set requires_grad before trainer.train(), and train again for another choice"
         raise ConfigError(what, where="callbacks", found=found, hint=hint)
 
     def get_tp_size(self) -> int:
-        """Give the number of ranks that compute the same loss together: a loss is counted once for each such group."""
+        """Give the number of ranks that compute one loss together: the original counts a loss once for such a group."""
         return super().get_tp_size() if self.strategy is None else self.strategy.topology.tensor
 
     def _get_num_items_in_batch(self, batch_samples: list[Batch], device: torch.device) -> torch.Tensor | int | None:
         """Count the targets of the global batch as the loss does; the ranks of a model replica read the same batch."""
         if self.strategy is None or self.engine is None or not self._sums_targets or not batch_samples:
             num_items = super()._get_num_items_in_batch(batch_samples, device)
-            # The original knows of tensor ranks.
+            # Ranks of a model replica count the same targets; the original divides by the tensor ranks alone.
             num_alike = 1 if self.strategy is None else self.strategy.topology.model // self.get_tp_size()
             return num_items if num_items is None or num_alike == 1 else num_items // num_alike
         convention = self.find_convention(batch_samples[0])
@@ -237,7 +242,7 @@ class EngineTrainer(transformers.Trainer):
         self.state.num_input_tokens_seen = self.throughput.tokens or self.state.num_input_tokens_seen
 
     def store_flos(self) -> None:
-        """As the original, which sums in float32; and the ranks of a model replica count the same tokens."""
+        """Add up the ranks' operations in float64, each model replica's once; the original sums in float32."""
         if self.strategy is None or not dist.is_initialized():
             super().store_flos()
             return
@@ -272,7 +277,9 @@ class EngineTrainer(transformers.Trainer):
         done, self._steps_run = self._steps_run, set()
         if not self.strategy.topology.splits_model:
             return
-        for name in ("training_step", *(("_clip_grad_norm",) if (self.args.max_grad_norm or 0) > 0 else ())):
+        clips = (self.args.max_grad_norm or 0) > 0
+        needed = ["training_step", "_clip_grad_norm"] if clips else ["training_step"]
+        for name in needed:
             if name not in done:
                 kind = type(self)
                 what = "each rank has a part of the model, and this method works on that part as if it were the whole"
@@ -330,7 +337,7 @@ class EngineTrainer(transformers.Trainer):
             self.checkpointer.restore_best()
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
-        """Called after the finished batches of an epoch are skipped, because skipping draws random numbers."""
+        """Put random states back: after the finished batches of an epoch are skipped, which draws random numbers."""
         if self.engine is None:
             super()._load_rng_state(checkpoint)
         elif checkpoint is not None:
@@ -341,11 +348,12 @@ class EngineTrainer(transformers.Trainer):
 def _pickled_without_token(kind: type[TrainingArguments]) -> Iterator[None]:
     """Keep `hub_token` out of the training_args.bin that transformers writes, and uploads, with each pushed save."""
 
-    def reduce(arguments: TrainingArguments) -> tuple[Any, ...]:
-        make, of, state, *rest = cast(tuple[Any, ...], arguments.__reduce_ex__(2))
-        return make, of, {**state, "hub_token": None}, *rest
+    def reduce_without_token(arguments: TrainingArguments) -> tuple[Any, ...]:
+        # What pickle's protocol 2 gives of an object: its maker, the maker's arguments, the state, and more.
+        maker, maker_arguments, state, *more = cast(tuple[Any, ...], arguments.__reduce_ex__(2))
+        return maker, maker_arguments, {**state, "hub_token": None}, *more
 
-    copyreg.pickle(kind, cast(Any, reduce))
+    copyreg.pickle(kind, cast(Any, reduce_without_token))
     try:
         yield
     finally:

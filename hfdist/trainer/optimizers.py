@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, cast
@@ -25,9 +26,9 @@ class OwnOptimizer:
 
     def __init__(self, optimizer: torch.optim.Optimizer, model: nn.Module) -> None:
         self.optimizer = optimizer
-        names: dict[int, list[str]] = {}
+        names: defaultdict[int, list[str]] = defaultdict(list)
         for name, parameter in model.named_parameters(remove_duplicate=False):
-            names.setdefault(id(parameter), []).append(name)
+            names[id(parameter)].append(name)
         foreign = [p for group in optimizer.param_groups for p in group["params"] if id(p) not in names]
         if foreign:
             what = "the optimizer holds tensors that are no parameters of the model, so no checkpoint could name them"
@@ -35,29 +36,39 @@ class OwnOptimizer:
             hint = "make it from model.parameters(), of the very model that the Trainer is given"
             raise ConfigError(what, where="optimizers", found=found, hint=hint)
         self._names = [[names[id(parameter)] for parameter in group["params"]] for group in optimizer.param_groups]
+        """Names of each parameter of each group: a tied parameter has several."""
         self._states = [(names[id(key)], state) for key, state in optimizer.state.items() if id(key) in names]
+        """Names and state of each parameter that has a state."""
         self._others = {key: value for key, value in optimizer.state.items() if id(key) not in names}
-        """What it keeps under keys that are no parameters."""
+        """Entries of the optimizer's state whose keys are no parameters."""
 
     def move_to(self, model: nn.Module) -> torch.optim.Optimizer:
         """Give the optimizer the parameters of this model, which may be a part of the whole one."""
         parameters = dict(model.named_parameters(remove_duplicate=False))
 
-        def find(tied: list[str]) -> list[nn.Parameter]:
-            return [parameters[name] for name in tied if name in parameters][:1]
+        def find(tied_names: list[str]) -> nn.Parameter | None:
+            # A part of the model may have a tied parameter under one of its names alone, or not at all.
+            return next((parameters[name] for name in tied_names if name in parameters), None)
 
-        for group, names in zip(self.optimizer.param_groups, self._names, strict=True):
-            group["params"] = [parameter for tied in names for parameter in find(tied)]
+        for group, names_of_group in zip(self.optimizer.param_groups, self._names, strict=True):
+            found = [find(tied_names) for tied_names in names_of_group]
+            group["params"] = [parameter for parameter in found if parameter is not None]
         self.optimizer.state.clear()
-        moved = {parameter: state for tied, state in self._states for parameter in find(tied)}
-        self.optimizer.state.update(self._others | moved)
+        self.optimizer.state.update(self._others)
+        for tied_names, state in self._states:
+            parameter = find(tied_names)
+            if parameter is not None:
+                self.optimizer.state[parameter] = state
         return self.optimizer
 
 
 class Optimizers:
     """The optimizer of a Trainer with an engine. Make it before the Trainer has one that is not the user's.
 
-    `base_width`: see `RunOptions`.
+    Args:
+        training: the handle on the Trainer.
+        base_width: width of the model for which the learning rate was found, and from which it is scaled; None: the
+            rate is used as it is.
     """
 
     def __init__(self, training: Training, base_width: int | None) -> None:
@@ -66,7 +77,7 @@ class Optimizers:
         self._own = None if trainer.optimizer is None else OwnOptimizer(trainer.optimizer, training.model)
         self._own_schedule = trainer.lr_scheduler
         self._earlier_state: dict[tuple[str, str], Any] = {}
-        """State from before the training, by parameter and key, for layouts that step other tensors."""
+        """State from before the training, by names of parameter and entry, for layouts that step other tensors."""
 
     @contextmanager
     def made_for(self, engine: Engine) -> Iterator[None]:
@@ -77,7 +88,7 @@ class Optimizers:
 
         def create_optimizer(*more: object, **named: object) -> object:
             nonlocal ready
-            # With DeepSpeed, transformers forgets both, and would take its defaults.
+            # With DeepSpeed, transformers forgets the user's optimizer and schedule, and would make its defaults.
             if trainer.optimizer is None and self._own is not None:
                 trainer.optimizer = self._own.move_to(self._training.model)
             if trainer.lr_scheduler is None:
@@ -96,6 +107,7 @@ class Optimizers:
             del trainer.create_optimizer
 
     def _make_ready(self, optimizer: torch.optim.Optimizer, engine: Engine) -> torch.optim.Optimizer:
+        """Check a new optimizer, and give the one that the engine can step in its place."""
         check(optimizer, engine.optimizer_sees, is_saved=self._training.args.save_strategy != "no")
         base_width = self._base_width
         if base_width is not None:
@@ -103,38 +115,43 @@ class Optimizers:
             matrices = hidden_matrices(model, engine.whole_shape)
             scale_rates(optimizer, matrices, rate_factor(model.config, base_width))
         if self._own_schedule is None:
-            # Such as that of an adapter's vectors: DeepSpeed drops them later, when the schedule counts them.
-            groups = optimizer.param_groups
-            groups[:] = [group for group in groups if group["params"]] or groups[:1]
+            _drop_empty_groups(optimizer)
         if not engine.steps_other_tensors:
             return optimizer
-        names = {id(parameter): name for name, parameter in self._training.model.named_parameters()}
         if engine.clips_stepped:
             check_steps_all(optimizer, self._training.model)
-        states = {key: state for key, state in optimizer.state.items() if id(key) in names}
-        for parameter, state in states.items():
-            whole = {key: value.full_tensor() if isinstance(value, DTensor) else value for key, value in state.items()}
-            self._earlier_state |= {(names[id(parameter)], key): value for key, value in whole.items()}
-            del optimizer.state[parameter]
+        self._keep_earlier_state(optimizer)
         # DeepSpeed would replace torch's Adagrad by one without groups.
         return Joined([optimizer]) if isinstance(optimizer, torch.optim.Adagrad) else optimizer
 
+    def _keep_earlier_state(self, optimizer: torch.optim.Optimizer) -> None:
+        """Move the state of parameters out of the optimizer, as whole tensors: it will step other tensors."""
+        for name, parameter in self._training.model.named_parameters():
+            for key, value in optimizer.state.pop(parameter, {}).items():
+                whole = value.full_tensor() if isinstance(value, DTensor) else value
+                self._earlier_state[name, key] = whole
+
     def begin(self, engine: Engine) -> None:
-        """Give the optimizer back what it has kept from before, and tell it that a training begins."""
-        for piece in engine.pieces() if self._earlier_state else ():
+        """Give the optimizer back its state from before the training, and tell it that a training begins."""
+        if self._earlier_state:
+            self._put_earlier_state(engine)
+        # accelerate's optimizer, or DeepSpeed's.
+        cast(AcceleratedOptimizer, self._training.optimizer).train()
+
+    def _put_earlier_state(self, engine: Engine) -> None:
+        for piece in engine.pieces():
+            # Numbers, such as a count of steps, have keys that begin with "#".
             value = self._earlier_state.get((piece.name, piece.key.removeprefix("#")))
             if torch.is_tensor(value) and value.numel() == piece.total:
                 piece.view.copy_(piece.of_whole(value))
             elif value is not None and piece.set_number is not None:
                 piece.set_number(value)
         self._earlier_state = {}
-        # accelerate's, or DeepSpeed's.
-        cast(AcceleratedOptimizer, self._training.optimizer).train()
 
     @contextmanager
     def evaluating(self, engine: Engine) -> Iterator[None]:
-        """Put in, within the block, the weights to be used, where an optimizer trains at others (schedule-free)."""
-        # There is none before the first training.
+        """Let the model have, within the block, the weights to be used: a schedule-free optimizer trains at others."""
+        # The Trainer's own attribute, as there is no optimizer before the first training.
         optimizer: object = self._training.trainer.optimizer
         inner = optimizer
         while hasattr(inner, "optimizer"):
@@ -149,3 +166,10 @@ class Optimizers:
         finally:
             optimizer.train()
             engine.after_load()
+
+
+def _drop_empty_groups(optimizer: torch.optim.Optimizer) -> None:
+    """Drop groups without parameters, but for one: DeepSpeed would drop them once the schedule has counted them."""
+    groups = optimizer.param_groups
+    with_parameters = [group for group in groups if group["params"]]
+    groups[:] = with_parameters or groups[:1]

@@ -17,7 +17,7 @@ from hfdist.kept_generators import keeping_generators
 from hfdist.models.embeddings import input_embeddings
 
 _MOST_LOOKED_AT = 16
-"""Rows that are read."""
+"""The most rows that are read."""
 _WHERE = "train_dataset"
 _TOKENIZE = 'dataset.map(lambda row: tokenizer(row["text"]))'
 _PAD = "data_collator=DataCollatorForLanguageModeling(tokenizer, mlm=False), or processing_class=tokenizer"
@@ -51,10 +51,9 @@ def check_rows(dataset: object, model: object, *, collates_itself: bool) -> None
     if not rows or not isinstance(model, nn.Module):
         return
     takes = inspect.signature(model.forward).parameters
-    # A module of one's own may take any names.
-    if any(one.kind is inspect.Parameter.VAR_KEYWORD for one in takes.values()) and not isinstance(
-        model, PreTrainedModel
-    ):
+    takes_any_name = any(one.kind is inspect.Parameter.VAR_KEYWORD for one in takes.values())
+    if takes_any_name and not isinstance(model, PreTrainedModel):
+        # A module of the program's own may read any column. transformers' models name theirs, beside **kwargs.
         return
     inputs = set(takes)
     if not collates_itself and all(not inputs & row.keys() for row in rows):
@@ -78,17 +77,21 @@ def check_lengths(dataset: object) -> None:
 
 
 def _first_rows(dataset: object) -> list[Mapping[object, object]]:
+    """Read the first rows; none where the dataset has no length, cannot be read, or has other rows than mappings."""
     if not isinstance(dataset, Sized) or isinstance(dataset, IterableDataset):
         return []
     rows: list[object] = []
-    # Rows may be random. What a dataset of somebody else's raises, the training raises again.
+    # A row may draw random numbers, which the training must not miss. An error comes again when the training reads.
     with suppress(Exception), keeping_generators():
         rows = [dataset[place] for place in range(min(len(dataset), _MOST_LOOKED_AT))]  # type: ignore[index]
-    return [row for row in rows if isinstance(row, Mapping)] if all(isinstance(row, Mapping) for row in rows) else []
+    mappings = [row for row in rows if isinstance(row, Mapping)]
+    return mappings if len(mappings) == len(rows) else []
 
 
 def _ids_of(row: Mapping[object, object]) -> Sequence[int] | None:
+    """Give the tokens of a row; None: it has none, or they are not one list of numbers."""
     ids = row.get("input_ids")
+    # A column may hold anything, and torch raises several kinds of errors for what is no tensor.
     with suppress(Exception):
         tensor = torch.as_tensor(ids)
         return [int(one) for one in tensor.tolist()] if tensor.ndim == 1 and tensor.numel() else None
@@ -96,6 +99,7 @@ def _ids_of(row: Mapping[object, object]) -> Sequence[int] | None:
 
 
 def _check_vocabulary(rows: Sequence[Sequence[int] | None], model: PreTrainedModel) -> None:
+    """Refuse rows with a token that the model's embeddings do not have: on a GPU, a step would end within CUDA."""
     embeddings = input_embeddings(model)
     if not isinstance(embeddings, nn.Embedding):
         return

@@ -1,8 +1,8 @@
 """TRL's `SFTTrainer` in any layout: its loss, its rows without padding, and its metrics in a pipeline.
 
-Of TRL's trainers it alone has a loss that is a sum over targets divided by their number in the global batch. So it can
-run in a pipeline, with three changes: the metrics that it gathers beside the loss, where only the last stage has one;
-the logging of those metrics by rank 0; and rows without padding, which cannot be split.
+No other of TRL's trainers has a loss that is a sum over targets, divided by their number in the global batch. So this
+one can run in a pipeline, with three changes: the metrics that it gathers beside the loss, where only the last stage
+has one; the logging of those metrics by rank 0; and rows without padding, which cannot be split.
 """
 
 from __future__ import annotations
@@ -24,13 +24,16 @@ from hfdist.trainer.step.convention import Convention
 from hfdist.trainer.trl_trainers import is_sft
 
 _ROW = {"input_ids": 0, "labels": IGNORED, "position_ids": 0, COUNTED: False}
-"""What is kept of a row without padding, and what pads a shorter one: each such token is a document of its own."""
+"""Tensors of a row, and the value that fills a shorter row up: position 0, so each such token is a document."""
 _CONVENTION = Convention(shifts=True, divides=True, is_of_tokens=True)
-"""What the loss of SFTTrainer counts, whatever the model's forward takes."""
+"""The convention of SFTTrainer's loss, whatever the model's forward takes."""
 
 
 class _SftTrainer(EngineTrainer):
-    """What this file reads and sets of an SFTTrainer: TRL need not be installed. test_trl_seams.py holds TRL to it."""
+    """The attributes of an SFTTrainer that this file reads and sets: TRL need not be installed.
+
+    test_trl_seams.py compares them with TRL's.
+    """
 
     aux_loss_enabled: bool
     _metrics: dict[str, dict[str, list[float]]]
@@ -92,11 +95,12 @@ def share_metrics(trainer: EngineTrainer) -> None:
     mode = "train" if trainer.training.model.training else "eval"
     # Only those of this mode: shared metrics of the other mode would stay here, and count as this rank's own.
     by_rank = gather_json([trainer._metrics[mode], trainer._total_train_tokens])
-    # The last stages have them, each the same, since they were gathered among these ranks.
-    for metrics, num_tokens in (of_rank for of_rank in by_rank if of_rank[0]):
-        trainer._metrics[mode].update(_without_padding(metrics))
-        trainer._total_train_tokens = num_tokens
-        return
+    for metrics, num_tokens in by_rank:
+        if metrics:
+            # A last stage has them. All last stages have the same, since TRL has gathered them among these ranks.
+            trainer._metrics[mode].update(_without_padding(metrics))
+            trainer._total_train_tokens = num_tokens
+            return
 
 
 def _without_padding(metrics: dict[str, list[float]]) -> dict[str, list[float]]:

@@ -67,11 +67,27 @@ else:
 
 
 _Step = tuple[list[Batch], torch.Tensor | int | None]
-"""Micro batches of a step, and the number of targets in its global batch; None: the loss is no sum over them."""
+"""Micro batches of a step, and the number of targets in its global batch, as transformers returns them.
+
+None: the loss is no sum over targets.
+"""
+
+
+def _check_order(kind: type) -> None:
+    """Raise a ConfigError if a class names its Trainer before the mixin, whose overrides would then never run."""
+    bases = list(kind.__bases__)
+    mixin = next(base for base in bases if issubclass(base, DistributedTrainerMixin))
+    if any(issubclass(base, transformers.Trainer) for base in bases[: bases.index(mixin)]):
+        what, found = "the mixin comes after the class that it changes", ", ".join(base.__name__ for base in bases)
+        right_order = [mixin, *(base for base in bases if base is not mixin)]
+        hint = f"class {kind.__name__}({', '.join(base.__name__ for base in right_order)})"
+        raise ConfigError(what, where=f"class {kind.__name__}", found=found, hint=hint)
 
 
 class DistributedTrainerMixin(_Trainer):
     """Gives a Trainer a `strategy`. Put it before the class: `class Mine(DistributedTrainerMixin, trl.SFTTrainer)`.
+
+    "The original" is `transformers.Trainer`; "the class" is what the mixin stands before.
 
     Args:
         args, kwargs: as in the original class. `model` is whole, on the CPU (under ZeRO-3: made after the arguments,
@@ -82,14 +98,11 @@ class DistributedTrainerMixin(_Trainer):
 
     def __init_subclass__(cls, **kwargs: object) -> None:
         super().__init_subclass__(**kwargs)
-        mixin = next(n for n, base in enumerate(cls.__bases__) if issubclass(base, DistributedTrainerMixin))
-        if any(issubclass(base, transformers.Trainer) for base in cls.__bases__[:mixin]):
-            what, names = "the mixin comes after the class that it changes", [base.__name__ for base in cls.__bases__]
-            hint = f"class {cls.__name__}({', '.join([names[mixin], *names[:mixin], *names[mixin + 1 :]])})"
-            raise ConfigError(what, where=f"class {cls.__name__}", found=", ".join(names), hint=hint)
+        _check_order(cls)
         if not issubclass(cls, EngineTrainer):
-            # Under all classes that it is mixed into, so that their overrides come first and `super()` ends here.
-            cls.__bases__ = (*(base for base in cls.__bases__ if base is not transformers.Trainer), EngineTrainer)
+            # EngineTrainer comes last: so overrides of the other classes are called first, and `super()` ends in it.
+            others = [base for base in cls.__bases__ if base is not transformers.Trainer]
+            cls.__bases__ = (*others, EngineTrainer)
 
     def __init__(
         self, *args: Any, strategy: Strategy | str | None = None, options: RunOptions | None = None, **kwargs: Any
@@ -149,7 +162,7 @@ class DistributedTrainerMixin(_Trainer):
         """The data of the last evaluation."""
 
     def _fit_to_engine(self, engine: Engine) -> None:
-        """Set what the original does otherwise than an engine needs, and check what the class has set."""
+        """Change the settings of the original that do not fit an engine, and check those of the class."""
         # Tells the original not to wrap the model in DDP.
         self.is_distributed_loading_by_transformers = engine.reduces_gradients
         # A loss that is not finite must be seen, and tokens are counted here.
@@ -198,7 +211,7 @@ class DistributedTrainerMixin(_Trainer):
         return isinstance(self.model, PreTrainedModel) and uses_all_parameters(self.model)
 
     def call_model_init(self, *args: Any, **kwargs: Any) -> nn.Module:
-        """As the original; each model gets its own engine."""
+        """Make a model as the original does, and an engine for it."""
         model = super().call_model_init(*args, **kwargs)
         if self.strategy is None:
             return model
@@ -206,7 +219,7 @@ class DistributedTrainerMixin(_Trainer):
         return engine.model
 
     def get_decay_parameter_names(self, model: nn.Module) -> list[str]:
-        """As the class's own; it sees parameters in the shape that they have in the whole model."""
+        """Name the parameters that decay as the class does, which sees them in their shapes of the whole model."""
         if self.engine is None:
             return super().get_decay_parameter_names(model)
         with self.engine.showing_whole_shapes():
@@ -215,7 +228,7 @@ class DistributedTrainerMixin(_Trainer):
     # ---- a training ----
 
     def train(self, resume_from_checkpoint: str | bool | None = None, *args: Any, **kwargs: Any) -> TrainOutput:
-        """As the original; after an error, it lets a running save end first."""
+        """Train as the original does; at an error of hfdist, let a running save end first."""
         with self.options.telling(), self.checkpointer.waiting_at_errors():
             if resume_from_checkpoint and self.engine is not None:
                 resume_from_checkpoint = self.checkpointer.folder.find_start(resume_from_checkpoint)
@@ -229,7 +242,7 @@ class DistributedTrainerMixin(_Trainer):
             check_lengths(self.train_dataset)
 
     def hyperparameter_search(self, *args: Any, **kwargs: Any) -> Any:
-        """As the original; ConfigError if several ranks save: only rank 0 knows which trial it is."""
+        """Search as the original does; ConfigError if several ranks save: only rank 0 knows which trial it is."""
         if self.engine is not None and self.args.world_size > 1 and self.args.save_strategy != "no":
             what = "only rank 0 knows the folder of a trial, and each rank writes a part of a checkpoint"
             where = "hyperparameter_search with args.save_strategy"
@@ -244,12 +257,14 @@ class DistributedTrainerMixin(_Trainer):
         if self.engine is None or resume_from_checkpoint is None:
             return super()._init_training_state(*args)
         with with_intervals_of(Path(resume_from_checkpoint), self.args):
-            begun_at = super()._init_training_state(*args)
+            epochs_trained, steps_in_epoch = super()._init_training_state(*args)
         # The values of this training; the original would keep those of the checkpoint.
         self.state.train_batch_size = self.args.per_device_train_batch_size
         self.state.compute_steps(self.args, max_steps)
-        # A stream goes on from its cursor, so there is nothing to skip.
-        return begun_at if self.token_stream is None else (begun_at[0], 0)
+        if self.token_stream is not None:
+            # A stream goes on from its cursor, so there is nothing to skip.
+            steps_in_epoch = 0
+        return epochs_trained, steps_in_epoch
 
     def _prepare_for_training(
         self, max_steps: int, train_dataloader: object, resume_from_checkpoint: str | None
@@ -311,7 +326,7 @@ class DistributedTrainerMixin(_Trainer):
             raise no_step_in_pass(self.state.global_step)
 
     def _finalize_training(self, *args: object, **kwargs: object) -> object:
-        """As the original, after the last save has ended: so its last line and `on_train_end` come after all others."""
+        """Wait for the last save, then end as the original does: its last line and `on_train_end` come last."""
         self.checkpointer.wait()
         share_metrics(self)
         return super()._finalize_training(*args, **kwargs)
@@ -319,7 +334,7 @@ class DistributedTrainerMixin(_Trainer):
     # ---- data ----
 
     def get_train_dataloader(self) -> Any:
-        """A token stream reads this rank's share by itself: accelerate must not shard it again."""
+        """Make the loader of this rank: a token stream reads its share itself, so accelerate must not shard it."""
         if self.strategy is not None and self.token_stream is not None:
             return self.token_stream.loader(batch_size=self.args.per_device_train_batch_size)
         with self._dealing(self.args.gradient_accumulation_steps, is_training=True):
@@ -412,7 +427,7 @@ class DistributedTrainerMixin(_Trainer):
         return_outputs: bool = False,
         num_items_in_batch: torch.Tensor | int | None = None,
     ) -> Any:
-        """As the original; if the loss is not finite, no gradient is, and the gradients tell the other ranks."""
+        """Compute the class's loss; if it is not finite, no gradient is, and the gradients tell the other ranks."""
         # An objective defers the head by itself.
         head = None if return_outputs or self.options.objective is not None else self.options.loss_head
         # Which tokens count for the loss over routers: no input of the model.
@@ -465,7 +480,7 @@ class DistributedTrainerMixin(_Trainer):
         grad_norm = super()._get_grad_norm(model, grad_norm)
         self._fill_up_gradients()
         self._check_step()
-        self._guard.judge(grad_norm)
+        self._guard.judge(cast("torch.Tensor | float | None", grad_norm))
         return grad_norm
 
     def _fill_up_gradients(self) -> None:
@@ -512,14 +527,17 @@ class DistributedTrainerMixin(_Trainer):
         self._agree_on_tokens()
         self._figures = self.throughput.read(self.state.global_step) | self.router_loss.read() | self.options.figures()
         self._figures |= self.checkpointer.log.replica_figures()
-        self._figures |= {} if self.islands is None else self.islands.figures()
+        if self.islands is not None:
+            self._figures |= self.islands.figures()
         if self.options.objective is not None:
             self._figures |= self.options.objective.figures(trains=True)
         share_metrics(self)
 
     def log(self, logs: dict[str, float], *args: Any, **kwargs: Any) -> None:
         """Add the figures of hfdist to a training line, for all trackers alike. No collective: one rank may call it."""
-        figures, is_due = self._figures if "loss" in logs else {}, self.control.should_log
+        is_training_line = "loss" in logs
+        figures = self._figures if is_training_line else {}
+        is_due = self.control.should_log
         logs |= figures
         with self.training.without_epoch():
             super().log(logs, *args, **kwargs)
@@ -535,25 +553,25 @@ class DistributedTrainerMixin(_Trainer):
     # ---- evaluation ----
 
     def get_eval_dataloader(self, eval_dataset: str | Dataset[Any] | None = None) -> Any:
-        """As the class's own; rows are dealt to the data ranks, with equally many batches on each."""
+        """Make the class's loader; rows are dealt to the data ranks, with equally many batches on each."""
         if self.strategy is None or self._evaluates_as_original:
             return super().get_eval_dataloader(eval_dataset)
-        own: Any = self.eval_dataset
+        data: Any = self.eval_dataset
         if eval_dataset is not None:
-            own = own[eval_dataset] if isinstance(eval_dataset, str) else eval_dataset
-        check_eval_data(own, is_needed=owner_of(type(self), "get_eval_dataloader") is transformers.Trainer)
-        if not isinstance(eval_dataset, str) and own is not self._evaluated:
+            data = data[eval_dataset] if isinstance(eval_dataset, str) else eval_dataset
+        check_eval_data(data, is_needed=owner_of(type(self), "get_eval_dataloader") is transformers.Trainer)
+        if not isinstance(eval_dataset, str) and data is not self._evaluated:
             # The original would give the loader of persistent workers again, whatever its data.
             vars(self).get("_eval_dataloaders", {}).pop("eval", None)
-            self._evaluated = own
+            self._evaluated = data
         with self._dealing(1, is_training=False):
-            if isinstance(own, HeldOutSources):
+            if isinstance(data, HeldOutSources):
                 size = self.args.eval_batch_size
-                return {name: self._get_dataloader(part, "Evaluation", size) for name, part in own.parts.items()}
+                return {name: self._get_dataloader(part, "Evaluation", size) for name, part in data.parts.items()}
             return super().get_eval_dataloader(eval_dataset)
 
     def evaluation_loop(self, dataloader: DataLoader[Any], *args: object, **kwargs: object) -> EvalLoopOutput:
-        """As the class's own, on the weights that are to be used."""
+        """Evaluate as the class does, on the weights that are to be used: an optimizer may average them."""
         if self.engine is None:
             return super().evaluation_loop(dataloader, *args, **kwargs)
         with self._optimizers.evaluating(self.engine):
@@ -563,7 +581,7 @@ class DistributedTrainerMixin(_Trainer):
         return output
 
     def predict(self, *args: Any, **kwargs: Any) -> PredictionOutput:
-        """As the original; ConfigError: no rank has whole logits."""
+        """Predict as the original does; ConfigError: no rank has whole logits."""
         if self.engine is not None:
             with self.options.telling():
                 check_has_logits(self.engine, "predict()")

@@ -1,4 +1,4 @@
-"""The handle on one Trainer: what its parts share, each thing with its type.
+"""The handle on one Trainer, through which its parts reach what they share, each thing with its type.
 
 A part takes this handle or less: an engine, a callable, the `transformers.Trainer` alone. No part knows the mixin.
 """
@@ -25,7 +25,7 @@ from hfdist.watch.callback import watches_among
 
 
 class Training:
-    """What the parts of one Trainer share. The Trainer makes it before its own constructor runs.
+    """The handle that the parts of one Trainer share. The Trainer makes it before its own constructor runs.
 
     transformers replaces most of what a Trainer has. A training begins with a new state, optimizer and schedule, the
     control is another one after each event, and each trial of a search has another model. So all these are properties
@@ -36,8 +36,8 @@ class Training:
         trainer: the Trainer, for its own methods: its loss, its log, how it moves a batch to the device.
         strategy: the layout; None: everything is as in the original class.
         head: computes losses without whole logits; None: the model computes them.
-        hooks: see `Engine.forward`; for a model as accelerate prepared it.
-        paused: stops the clock that measures training.
+        hooks: gives the Trainer's methods that an engine may call, for a model as accelerate prepared it.
+        paused: stops the clock that measures training, within a block.
         restart_figures: lets the figures of the next training line begin at the present step.
     """
 
@@ -61,29 +61,29 @@ class Training:
 
     @property
     def strategy(self) -> Strategy:
-        """The layout."""
+        """The layout, where there is one for certain."""
         assert self._strategy is not None
         return self._strategy
 
     @property
     def engine(self) -> Engine:
-        """The engine of the present model."""
+        """The engine of the present model, where there is one for certain."""
         assert self.made_engine is not None
         return self.made_engine
 
     @cached_property
     def device(self) -> torch.device:
-        """The device of this process: `args.device`, which looks each time whether torch is installed."""
+        """The device of this process; kept, because `args.device` looks each time whether torch is installed."""
         return self.trainer.args.device
 
     @cached_property
     def num_gpus(self) -> int:
-        """GPUs of this process, as `args.n_gpu`; it looks as `args.device` does."""
+        """Number of GPUs of this process; kept, because `args.n_gpu` is as slow as `args.device`."""
         return self.trainer.args.n_gpu
 
     @property
     def image_names(self) -> tuple[str, ...]:
-        """Names of what a forward takes of images in the batches; none where rows have no images."""
+        """Keys of the batches from which a forward reads images; none where rows have no images."""
         images = None if self.stream is None else self.stream.images
         return () if images is None else images.forward_names
 
@@ -101,17 +101,17 @@ class Training:
 
     @property
     def state(self) -> TrainerState:
-        """How far the training is."""
+        """The Trainer's state: how far the training is."""
         return self.trainer.state
 
     @property
     def control(self) -> TrainerControl:
-        """What the Trainer does next. A change of it holds until the next event."""
+        """The flags that say what the Trainer does next. A change of one holds until the next event."""
         return self.trainer.control
 
     @property
     def accelerator(self) -> Accelerator:
-        """What prepares model, optimizer and loaders."""
+        """The accelerator, which prepares model, optimizer and loaders."""
         return self.trainer.accelerator
 
     @property
@@ -122,7 +122,7 @@ class Training:
 
     @property
     def schedule(self) -> LRScheduler:
-        """The schedule of the learning rate, as `optimizer`. That of DeepSpeed only has the same methods."""
+        """The schedule of the learning rate; it exists once a training has begun. DeepSpeed's has the same methods."""
         assert self.trainer.lr_scheduler is not None
         return self.trainer.lr_scheduler
 
@@ -140,7 +140,7 @@ class Training:
         return data if isinstance(data, TokenStream) else None
 
     def num_samples(self) -> int:
-        """Sequences of the stream that the whole run has read; 0 for other data. Any one rank may call it."""
+        """Give the number of sequences that the whole run has read; 0: no stream. Any one rank may call it."""
         stream = self.stream
         return 0 if stream is None else stream.num_samples
 
@@ -148,7 +148,7 @@ class Training:
 
     @contextmanager
     def waiting(self, doing: str) -> Iterator[None]:
-        """Stop the clock, and let the watch know what is done meanwhile without progress: it may take long."""
+        """Stop the clock within the block, and tell the watch what is done there, so that no rank passes for hung."""
         watches = watches_among(self.callbacks)
         before = [watch.progress.exempt for watch in watches]
         for watch in watches:
@@ -162,7 +162,10 @@ class Training:
 
     @contextmanager
     def without_epoch(self) -> Iterator[None]:
-        """Log no epoch of a stream: the original takes all of it for one, which would be the share of the steps."""
+        """Let lines that are logged within the block have no epoch, if the data are a stream, which has none.
+
+        The original takes the whole stream for one epoch, and so would log the share of the steps that are done.
+        """
         epoch = self.state.epoch
         if self.stream is not None:
             self.state.epoch = cast(float, None)

@@ -23,9 +23,9 @@ from hfdist.trainer.hooks import is_of_trl, overrides, owner_of
 logger = logging.getLogger(__name__)
 
 _SFT = "trl.trainer.sft_trainer.SFTTrainer"
-"""Full name of the class."""
+"""Module and name of TRL's class of supervised fine-tuning."""
 _OF_CAUSAL_LMS = ("SFTTrainer", "DPOTrainer", "KTOTrainer")
-"""Classes that read a name as one of a causal language model."""
+"""Classes that load a causal language model, where the argument `model` is a name."""
 _DEPENDENT = {
     "KTOTrainer": "its KL term is a mean over the rows that all processes run at once",
     "GRPOTrainer": "each process draws its own completions",
@@ -34,23 +34,23 @@ _DEPENDENT = {
 }
 """Classes whose numbers depend on the layout, and why."""
 _WITH_REFERENCE = ("DPOTrainer", "KTOTrainer", "GRPOTrainer", "RLOOTrainer")
-"""Classes that compare with a reference model."""
+"""Classes whose loss compares the model with a reference model."""
 _OF_ADAPTERS = ("SFTTrainer", "RewardTrainer", *_WITH_REFERENCE)
-"""Classes that make no more of `peft_config` than an adapter in the model."""
+"""Classes that do nothing with `peft_config` but put an adapter into the model."""
 _REFERENCE = "ref"
-"""TRL's name of the adapter that it keeps as the reference."""
+"""The name that TRL gives a copy of an adapter which it keeps as the reference."""
 Arguments = dict[str, Any]
 """Arguments of a trainer's constructor, by name."""
 
 
 def is_sft(kind: type) -> bool:
-    """Whether the loss is that of TRL's SFTTrainer."""
+    """Whether a trainer's class computes the loss of TRL's SFTTrainer."""
     owner = owner_of(kind, "compute_loss")
     return f"{owner.__module__}.{owner.__qualname__}" == _SFT
 
 
 def sums_over_targets(kind: type) -> bool:
-    """Whether the loss is known to be the sum of token losses over the number of targets."""
+    """Whether the loss of a trainer's class is known to be the sum of token losses, over the number of targets."""
     return owner_of(kind, "compute_loss") is transformers.Trainer or is_sft(kind)
 
 
@@ -94,8 +94,8 @@ def with_adapter(arguments: Arguments, kind: type, strategy: Strategy) -> Argume
     peft_config, model = arguments.get("peft_config"), arguments["model"]
     if peft_config is not None:
         wrapped = wrap_model(model, peft_config, seed=arguments["args"].seed, layout=strategy)
-        own = wrapped if _compares(kind, arguments["args"]) else model
-        arguments = arguments | {"model": own, "peft_config": None}
+        given = wrapped if _compares(kind, arguments["args"]) else model
+        arguments = arguments | {"model": given, "peft_config": None}
     if hasattr(model, "peft_config") and _name_of_trl(kind) not in ("", "RewardTrainer"):
         _check_head(model)
     return arguments
@@ -111,6 +111,7 @@ def drop_reference_copy(model: Any) -> None:
 
 
 def _check_takes_adapter(kind: type, arguments: Mapping[str, object], strategy: Strategy) -> None:
+    """Refuse `peft_config` for a class that needs the adapter later, or otherwise, than this file can add it."""
     name = _name_of_trl(kind)
     if name not in _OF_ADAPTERS:
         what = "adapters must be in the model before it is distributed, and this class adds them afterwards"
@@ -127,13 +128,17 @@ def _check_takes_adapter(kind: type, arguments: Mapping[str, object], strategy: 
 
 
 def _compares(kind: type, args: Any) -> bool:
-    """Whether the loss compares with a reference, which is the model without its adapter if the class adds that."""
+    """Whether the loss compares the model with a reference: the model without its adapter, if the class adds one."""
     name = _name_of_trl(kind)
-    return name in _WITH_REFERENCE and (name != "GRPOTrainer" or args.beta != 0.0)
+    if name == "GRPOTrainer":
+        # By default GRPO has no KL term, and so no reference.
+        return args.beta != 0.0
+    return name in _WITH_REFERENCE
 
 
 def _check_reference(name: str, peft_config: object, strategy: Strategy) -> None:
-    # ZeRO-3 gathers what is copied.
+    """Refuse a layout or an adapter with which the model without its adapter is not the reference."""
+    # ZeRO-3 can copy sharded weights, because it gathers them first; FSDP2 cannot.
     if strategy.fractions.weights < 1 and not strategy.partitions_in_constructor:
         what = f"{name} copies the adapter as its reference, which it cannot once FSDP2 has sharded it"
         where, hint = "peft_config, strategy.sharding", "sharding='zero3', or 'zero2'"
@@ -147,6 +152,8 @@ def _check_reference(name: str, peft_config: object, strategy: Strategy) -> None
 
 
 def _check_head(model: PreTrainedModel) -> None:
+    """Refuse an adapter on the head of a model whose class does not call the head."""
+    # PEFT is imported late: it need not be installed.
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     if isinstance(model.get_output_embeddings(), BaseTunerLayer):
@@ -156,14 +163,16 @@ def _check_head(model: PreTrainedModel) -> None:
 
 
 def _name_of_trl(kind: type) -> str:
-    """The name of the first class of TRL's in its order of methods; empty: there is none."""
+    """Give the name of the nearest class of TRL's that a class is or inherits from; empty: there is none."""
     return next((owner.__name__ for owner in kind.__mro__ if is_of_trl(owner)), "")
 
 
 def _check_is_on_disk(arguments: Mapping[str, object]) -> None:
+    """Refuse datasets in memory, where rank 0 leaves the reference's log-probabilities for the others on the disk."""
     for name in ("train_dataset", "eval_dataset"):
         given = arguments.get(name)
-        for dataset in given.values() if isinstance(given, dict) else (given,):
+        datasets = list(given.values()) if isinstance(given, dict) else [given]
+        for dataset in datasets:
             if dataset is not None and not getattr(dataset, "cache_files", True):
                 raise ConfigError(
                     "rank 0 writes the reference's log-probabilities beside the dataset's files, and this one has none",
@@ -174,12 +183,14 @@ def _check_is_on_disk(arguments: Mapping[str, object]) -> None:
 
 
 def _check_sft_in_pipeline(arguments: Arguments, strategy: Strategy) -> None:
+    """Refuse what SFTTrainer does around a whole forward, and packed documents that stages would not keep apart."""
     args = arguments.get("args")
-    for name, value in (
-        ("compute_loss_func", arguments.get("compute_loss_func")),
-        ("args.label_smoothing_factor", getattr(args, "label_smoothing_factor", None)),
-        ("args.activation_offloading", getattr(args, "activation_offloading", None)),
-    ):
+    around_forward = {
+        "compute_loss_func": arguments.get("compute_loss_func"),
+        "args.label_smoothing_factor": getattr(args, "label_smoothing_factor", None),
+        "args.activation_offloading": getattr(args, "activation_offloading", None),
+    }
+    for name, value in around_forward.items():
         if value:
             what = "SFTTrainer does this around a forward of the whole model, of which each process has a part"
             hint = "without it, or a strategy without a pipeline"

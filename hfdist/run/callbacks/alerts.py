@@ -22,13 +22,13 @@ logger = logging.getLogger(__name__)
 
 
 class Alerts(LineReader):
-    """Watches the lines of metrics and of ranks.
+    """Watches the lines of metrics and of ranks, and tells of the alerts in them.
 
     Args:
-        recorder: that of this process, which is rank 0.
-        checkpoint: how often the run saves, and how much stays.
-        command: `report.alert_command`.
-        log: the Trainer's method, for the trackers.
+        recorder: writes the record and the events of the run.
+        checkpoint: how often the run saves, and how many checkpoints stay.
+        command: the user's command, `report.alert_command`; None: there is none.
+        log: logs figures to the trackers, as the Trainer's `log` does.
     """
 
     def __init__(
@@ -41,8 +41,9 @@ class Alerts(LineReader):
         self._recorder, self._checkpoint, self._log = recorder, checkpoint, log
         self._command = None if command is None else AlertCommand(command)
         self._to_log: dict[str, float] = {}
+        """Figures that the trackers are to be given before the next step."""
         self._has_ended = False
-        """Whether the training has: nobody waits for a command that is started later."""
+        """Whether the training has ended: a command that is started later is waited for at once."""
 
     @cached_property
     def _monitor(self) -> Monitor:
@@ -68,17 +69,17 @@ class Alerts(LineReader):
         step = line.get("checkpoint/step", line.get("mirror/step", state.global_step))
         self._tell(self._monitor.see_metrics({"step": step, **line}, free_bytes))
         if self._has_ended and self._command is not None:
-            # For an alert of the last upload to the mirror.
+            # The last upload to the mirror may end after the training, and bring an alert.
             self._command.wait()
 
     def see_ranks(self, line: Line) -> bool:
-        """Judge a line with the figures of all ranks; whether there is an alert."""
+        """Judge a line with the figures of all ranks; give whether there is an alert."""
         alerts = self._monitor.see_ranks(line)
         self._tell(alerts)
         return bool(alerts)
 
     def on_step_begin(self, args: object, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
-        """Tell the trackers, outside of the line that they are being given."""
+        """Give the trackers what is to be logged: not earlier, while they are being given another line."""
         if self._to_log:
             to_log, self._to_log = self._to_log, {}
             self._log(to_log)
@@ -86,7 +87,7 @@ class Alerts(LineReader):
     def on_train_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
-        """Tell what is left, and let commands end."""
+        """Give the trackers the last alerts, and wait for commands to end."""
         self.on_step_begin(args, state, control)
         self._has_ended = True
         if self._command is not None:
@@ -99,7 +100,7 @@ class Alerts(LineReader):
             try:
                 self._recorder.add(Event.alert, **alert.to_json())
             except HfdistError as error:
-                # Such as a full disk: it may be what the alert is about.
+                # The disk may be full, which may be what the alert is about.
                 logger.warning("events.jsonl lacks this alert: %s", error)
             if self._command is not None:
                 self._command.start({"run": str(self._recorder.run_dir)} | alert.to_json())

@@ -1,4 +1,4 @@
-"""What people and scripts see of a run, on rank 0 only: metrics.jsonl, a progress bar, pictures."""
+"""The figures of a run as people and scripts see them: metrics.jsonl, a progress bar, pictures. On rank 0 only."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import logging
 import sys
 from collections.abc import Mapping, Sequence
 from statistics import fmean
+from typing import NamedTuple
 
 from tqdm import tqdm
 from transformers import TrainerCallback, TrainerControl, TrainerState
@@ -22,32 +23,46 @@ from hfdist.trainer.step.step_lines import StepLines
 logger = logging.getLogger(__name__)
 
 _WRITTEN = ("data/", "checkpoint/", "mirror/", "lm_eval/")
+"""Beginnings of keys whose lines are written, besides those of training and evaluation."""
+_RECORDED_STEP = 3
+"""The step of a start whose schedule is drawn: the steps before it compile and warm up."""
+
+
+class _Shown(NamedTuple):
+    """A figure that the progress bar shows."""
+
+    key: str
+    label: str
+    form: str
+    """Format of the value."""
+
+
 _SHOWN = (
-    ("loss", "loss", "{:.3f}"),
-    ("eval_loss", "held-out", "{:.3f}"),
-    ("eval_perplexity", "ppl", "{:.1f}"),
-    ("reward", "reward", "{:.3f}"),
-    ("eval_reward", "held-out", "{:.3f}"),
-    ("eval_rewards/accuracies", "accuracy", "{:.1%}"),
-    ("eval_accuracies", "accuracy", "{:.1%}"),
-    ("eval_recall_at_1", "recall@1", "{:.1%}"),
-    ("eval_rewards/margins", "margin", "{:.3f}"),
-    ("eval_margins", "margin", "{:.3f}"),
-    ("expert_load_max", "most loaded", "{:.2f}"),
-    ("expert_load_min", "least loaded", "{:.2f}"),
-    ("tokens_per_second", "tok/s", "{:,.0f}"),
-    ("mfu", "mfu", "{:.1%}"),
+    _Shown("loss", "loss", "{:.3f}"),
+    _Shown("eval_loss", "held-out", "{:.3f}"),
+    _Shown("eval_perplexity", "ppl", "{:.1f}"),
+    _Shown("reward", "reward", "{:.3f}"),
+    _Shown("eval_reward", "held-out", "{:.3f}"),
+    _Shown("eval_rewards/accuracies", "accuracy", "{:.1%}"),
+    _Shown("eval_accuracies", "accuracy", "{:.1%}"),
+    _Shown("eval_recall_at_1", "recall@1", "{:.1%}"),
+    _Shown("eval_rewards/margins", "margin", "{:.3f}"),
+    _Shown("eval_margins", "margin", "{:.3f}"),
+    _Shown("expert_load_max", "most loaded", "{:.2f}"),
+    _Shown("expert_load_min", "least loaded", "{:.2f}"),
+    _Shown("tokens_per_second", "tok/s", "{:,.0f}"),
+    _Shown("mfu", "mfu", "{:.1%}"),
 )
 
 
 class MetricsWriter(LineReader, StepLines):
-    """Writes training lines (with `loss`), evaluations (`eval_loss`), and what begins with one of `_WRITTEN`."""
+    """Writes lines of the training, of evaluations, and of what was read, saved, uploaded or judged by a harness."""
 
     def read_line(self, line: Mapping[str, float], state: TrainerState) -> None:
-        """Write a line.
+        """Write a line under its step.
 
-        The line of a save or an upload is of the step that was saved, also where it has ended some steps later: a run
-        that goes on from this step keeps it.
+        The line of a save or an upload stands under the step that was saved, even if that ended some steps later: so a
+        run that goes on from this step keeps the line.
         """
         saved_step = line.get("checkpoint/step", line.get("mirror/step", state.global_step))
         if any(key in ("loss", "eval_loss") or key.startswith(_WRITTEN) for key in line):
@@ -55,20 +70,20 @@ class MetricsWriter(LineReader, StepLines):
 
 
 class TimelineWriter(TrainerCallback):
-    """Writes the measured schedule of the third step, which is past all warming up, for the report to draw."""
+    """Writes the measured schedule of a pipeline in one step, for the report to draw."""
 
     def __init__(self, folder: RunFolder, engine: Engine) -> None:
         self._folder, self._engine = folder, engine
-        self._steps_until = 2
+        self._num_begun = 0
 
     def on_step_begin(self, args: object, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
         """Ask for the record of the step that begins."""
-        if self._steps_until == 0 and self._engine.schedule_trace is not None:
+        self._num_begun += 1
+        if self._num_begun == _RECORDED_STEP and self._engine.schedule_trace is not None:
             self._engine.schedule_trace.ask()
-        self._steps_until -= 1
 
     def on_train_end(self, args: object, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
-        """Write the timeline, if there were three steps and they had a schedule."""
+        """Write the timeline, if a step was recorded and the layout has a schedule."""
         record = self._engine.schedule_trace
         if record is None or not record.events or not state.is_world_process_zero:
             return
@@ -79,21 +94,27 @@ class TimelineWriter(TrainerCallback):
             logger.warning("no record of the schedule: %s", error)
             return
         measured, expected = 100 * idle_share(record.events), 100 * record.formula
-        words = "schedule: %s, %.1f %% idle, %.1f %% by the formula; %s"
-        logger.info(words, record.title, measured, expected, self._folder.timeline)
+        message = "schedule: %s, %.1f %% idle, %.1f %% by the formula; %s"
+        logger.info(message, record.title, measured, expected, self._folder.timeline)
 
 
 def idle_share(events: Sequence[Event]) -> float:
     """Give the share of a schedule in which ranks do not compute, from 0 to 1, as the report has it."""
-    spans = (
-        Span(rank, action.name, microbatch, 1e3 * start, 1e3 * (stop - start))
-        for rank, _, action, microbatch, start, stop in events
-    )
-    return 1 - fmean(busy_share([*spans]).values())
+    spans = [
+        Span(
+            rank=event.rank,
+            kind=event.action.name,
+            microbatch=event.microbatch,
+            start_ms=1e3 * event.start_seconds,
+            length_ms=1e3 * (event.stop_seconds - event.start_seconds),
+        )
+        for event in events
+    ]
+    return 1 - fmean(busy_share(spans).values())
 
 
 class ProgressBar(LineReader):
-    """A bar with loss, held-out loss, its perplexity and tokens/s; of preferences accuracy and margin, or rewards."""
+    """A bar of the steps, with the newest figures of training and evaluation beside it."""
 
     def __init__(self) -> None:
         self._bar: tqdm[object] | None = None
@@ -106,7 +127,7 @@ class ProgressBar(LineReader):
             self._bar = tqdm(**known, file=sys.stderr, dynamic_ncols=True, mininterval=0.5)
 
     def on_step_end(self, args: object, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
-        """Advance."""
+        """Advance the bar by a step."""
         self.on_rollback(state)
 
     def on_rollback(self, state: TrainerState) -> None:
@@ -115,12 +136,12 @@ class ProgressBar(LineReader):
             self._bar.update(state.global_step - self._bar.n)
 
     def read_line(self, line: Mapping[str, float], state: TrainerState) -> None:
-        """Show the newest figures."""
+        """Show the figures of a line, each in the place of an older one."""
         if self._bar is None:
             return
-        for key, label, form in _SHOWN:
-            if line.get(key) is not None:
-                self._shown[label] = form.format(line[key])
+        for shown in _SHOWN:
+            if line.get(shown.key) is not None:
+                self._shown[shown.label] = shown.form.format(line[shown.key])
         if "reward" in line:
             # A policy's loss is near 0 whatever the model can do.
             self._shown.pop("loss", None)
@@ -134,9 +155,9 @@ class ProgressBar(LineReader):
 
 
 def plot_losses(folder: RunFolder, task: TaskName = TaskName.causal_lm) -> None:
-    """Draw `loss.png` from `metrics.jsonl`, where matplotlib is; of reinforcement learning, it has the rewards."""
+    """Draw `loss.png` from `metrics.jsonl`, if matplotlib is installed: losses, or rewards where a task has them."""
     try:
-        # Here: a run begins without it.
+        # Imported at the end alone: a run needs it for nothing else, and it need not be installed.
         from matplotlib.figure import Figure
     except ImportError:
         logger.info("no loss.png: pip install 'hfdist[plot]', or report.plot=false; `hfdist report` draws without it")
@@ -144,13 +165,10 @@ def plot_losses(folder: RunFolder, task: TaskName = TaskName.causal_lm) -> None:
     lines = read_lines(folder.metrics)
     name, unit = ("reward", "mean of answers") if task.traits.is_reinforcement else ("loss", task.traits.loss_unit)
     train = [(line["tokens"], line[name]) for line in lines if line.get(name) is not None and "tokens" in line]
-    # An evaluation before the first step stands at the left edge.
+    # Lines of evaluations do not say how many tokens were read; one before the first step stands at the left edge.
     tokens_at = {0: 0} | {line["step"]: line["tokens"] for line in lines if "tokens" in line}
-    held_out = [
-        (tokens_at[line["step"]], line[f"eval_{name}"])
-        for line in lines
-        if line.get(f"eval_{name}") is not None and line["step"] in tokens_at
-    ]
+    evaluations = [line for line in lines if line.get(f"eval_{name}") is not None and line["step"] in tokens_at]
+    held_out = [(tokens_at[line["step"]], line[f"eval_{name}"]) for line in evaluations]
     # A Figure of its own, without pyplot, needs no display and leaves no state.
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     axes = figure.add_subplot()

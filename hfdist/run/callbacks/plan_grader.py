@@ -1,4 +1,4 @@
-"""plan.json and grade.json of a run: what was planned at its start, and what it has measured at its end.
+"""The callback that writes plan.json at the start of a run, and grade.json, what it has measured of it, at the end.
 
 Nothing here fails a run: what cannot be written or measured is a warning.
 """
@@ -29,21 +29,21 @@ from hfdist.strategies.engine import Engine
 logger = logging.getLogger(__name__)
 
 _LOOKED_AT_STEP = 2
-"""Last step of this start at which the bytes held are counted: the optimizer has its state by then."""
+"""Number of steps of this start in which held bytes are counted: the optimizer has its state after the first."""
 _UNSTEADY_STEPS = 2
-"""Number of first steps of this start that are not steady: they also compile, and fill caches."""
+"""Number of first steps of this start whose time says nothing of the others: they also compile, and fill caches."""
 
 
 class PlanGrader(TrainerCallback):
-    """Measures what a plan has said. All ranks have it; rank 0 writes.
+    """Measures what a plan has predicted. All ranks have it; rank 0 writes.
 
     Args:
         plan: the plan, on rank 0; None: there is none, and nothing is written.
         folder: the folder of the run.
         engine: the engine whose bytes are counted.
         runtime_bytes: bytes resident before the model was made; None: peaks do not hold them, as on a GPU.
-        recorder: that of rank 0; None on the others.
-        steps: the file from which later plans learn; see `write_step`.
+        recorder: writes the run's record, on rank 0; None on the others.
+        steps: the file of measured steps, from which later plans learn.
     """
 
     def __init__(
@@ -60,7 +60,9 @@ class PlanGrader(TrainerCallback):
         self._plan, self._folder, self._engine = plan, folder, engine
         self._runtime_bytes, self._recorder = runtime_bytes, recorder
         self._first_step = 0
+        """Steps that were done before this start."""
         self._held: dict[str, int] = {}
+        """The most bytes that this rank has held of each kind, such as weights and gradients."""
 
     def on_train_begin(self, args: object, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
         """Write the plan on rank 0."""
@@ -88,13 +90,13 @@ class PlanGrader(TrainerCallback):
         if state.global_step - self._first_step <= _LOOKED_AT_STEP:
             with _warning(self._folder.grade.name):
                 now = self._engine.held_bytes(args.device)
-                # Gradients are freed by now, but not those that an engine keeps.
-                self._held |= {k: max(v, self._held.get(k, 0)) for k, v in now.items()}
+                # The most counts: most engines have freed gradients by now, and some keep them.
+                self._held |= {kind: max(num_bytes, self._held.get(kind, 0)) for kind, num_bytes in now.items()}
 
     def on_train_end(self, args: object, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
         """Write the grade on rank 0. A collective."""
-        own = self._held if self._runtime_bytes is None else self._held | {"runtime": self._runtime_bytes}
-        held = gather_json(own, control_group())
+        held_here = self._held if self._runtime_bytes is None else self._held | {"runtime": self._runtime_bytes}
+        held = gather_json(held_here, control_group())
         if self._plan is None:
             return
         with _warning(self._folder.grade.name):
@@ -103,6 +105,7 @@ class PlanGrader(TrainerCallback):
             self._tell_later_plans(self._plan, measured)
 
     def _tell_later_plans(self, plan: Plan, measured: Measured) -> None:
+        """Write down how long a step took, beside the ideal time of its parts."""
         # A plan by formulas has no ideal seconds to learn from.
         if plan.ideal_seconds and measured.step_seconds is not None and measured.steps > _UNSTEADY_STEPS:
             step = TimedStep(
@@ -114,18 +117,22 @@ class PlanGrader(TrainerCallback):
             write_step(step, self._steps)
 
     def _measure(self, held: list[dict[str, int]], state: TrainerState) -> Measured:
+        """Find what this start has measured; `held` has each rank's bytes by kind."""
         lines = [line for line in read_lines(self._folder.ranks) if line.get("step", 0) > self._first_step]
+        # A short start has no steady steps.
         steady = [line for line in lines if line["step"] > self._first_step + _UNSTEADY_STEPS] or lines
+        slowest = [seconds for seconds in map(_slowest, steady) if seconds is not None]
         peaks = _most_by_rank(lines, RankColumn.peak_bytes)
-        known = [seconds for line in steady if (seconds := _slowest(line)) is not None]
-        worst = max(range(len(peaks)), key=peaks.__getitem__) if peaks else 0
-        steps = state.global_step - self._first_step
+        fullest_rank = peaks.index(max(peaks)) if peaks else 0
+        held_there = None
+        if peaks and fullest_rank < len(held):
+            held_there = Held(peak=peaks[fullest_rank], parts=held[fullest_rank])
         record = None if self._recorder is None else self._recorder.record
         return Measured(
-            rank=worst,
-            held=Held(peak=peaks[worst], parts=held[worst]) if peaks and worst < len(held) else None,
-            step_seconds=median(known) if known else None,
-            steps=steps,
+            rank=fullest_rank,
+            held=held_there,
+            step_seconds=median(slowest) if slowest else None,
+            steps=state.global_step - self._first_step,
             sent_bytes={} if record is None else record.sent_bytes() or {},
             cost=None if record is None else record.cost,
             kwh=None if record is None else record.energy_kwh,
@@ -133,18 +140,21 @@ class PlanGrader(TrainerCallback):
 
 
 def _slowest(line: Line) -> float | None:
-    """Give the seconds a step of the slowest rank; None: not known.
+    """Give the slowest rank's seconds in a step; None: not known.
 
-    With many ranks they are among the quantiles: columns are means of many steps, in which each rank has its turn.
+    A line of one step has a column with each rank's seconds. A line of many steps has their means, which hide that the
+    ranks are slow in turns; so the greatest of its quantiles counts.
     """
-    is_of_many = QUANTILES in line or STEPS in line
-    quantiles: list[float] = line.get(QUANTILES, {}).get(RankColumn.step_seconds.value) or []
-    return max(quantiles if is_of_many else _numbers(line, RankColumn.step_seconds), default=None)
+    seconds = _numbers(line, RankColumn.step_seconds)
+    if QUANTILES in line or STEPS in line:
+        seconds = line.get(QUANTILES, {}).get(RankColumn.step_seconds.value) or []
+    return max(seconds, default=None)
 
 
 def _most_by_rank(lines: Sequence[Line], column: RankColumn) -> list[float]:
-    columns = [numbers for line in lines if (numbers := _numbers(line, column))]
-    return [max(of_rank) for of_rank in zip(*columns, strict=False)]
+    """Give the greatest value of each rank over all lines that have the column."""
+    columns = [numbers for numbers in (_numbers(line, column) for line in lines) if numbers]
+    return [max(values_of_rank) for values_of_rank in zip(*columns, strict=False)]
 
 
 def _numbers(line: Line, column: RankColumn) -> list[float]:
@@ -157,6 +167,7 @@ def _write(path: Path, content: Mapping[str, object]) -> None:
 
 @contextmanager
 def _warning(what: str) -> Iterator[None]:
+    """Turn any error within the block into a warning: a run is worth more than its plan."""
     try:
         yield
     except Exception as error:

@@ -1,4 +1,4 @@
-"""ranks.jsonl: for each logged step, the seconds and the memory of each rank."""
+"""The callback that writes ranks.jsonl: the seconds and the memory of each rank, for each logged step."""
 
 from __future__ import annotations
 
@@ -23,14 +23,16 @@ from hfdist.trainer.step.throughput import Throughput
 _GATHER_SECONDS = 0.5
 """Seconds between two gathers of short steps: a gather costs a tenth of a millisecond, and a step may take a few."""
 _MOST_LINES = 64
+"""The most lines that are gathered together: a killed run loses as many."""
 
 
 class _Gathering(NamedTuple):
-    """Lines that travel: of each rank, [steps, columns]."""
+    """Figures that are on their way to all ranks."""
 
     steps: list[int]
+    """Steps of the lines."""
     wait: Callable[[], list[torch.Tensor]]
-    """Waits for the figures, and gives them by rank."""
+    """Waits for the figures, and gives those of each rank; float64 of shape [steps, columns]."""
 
 
 class RankTimes(LineReader, StepLines):
@@ -41,8 +43,9 @@ class RankTimes(LineReader, StepLines):
 
     Args:
         path: path of the file.
-        throughput: the Trainer's, whose clock has measured the steps.
-        use: gets each line with all ranks, on rank 0; whether the file must have all ranks in this line, too.
+        throughput: measures the steps of the Trainer.
+        use: is given each line with the figures of all ranks, on rank 0, and says whether the file must have all of
+            them in this line, too.
     """
 
     def __init__(self, path: Path, throughput: Throughput, use: Callable[[Line], bool] = lambda line: False) -> None:
@@ -81,7 +84,8 @@ class RankTimes(LineReader, StepLines):
         self._finish()
         self._gather()
         self._finish()
-        if rank() == 0 and (line := self._summary.take()):
+        line = self._summary.take() if rank() == 0 else {}
+        if line:
             self.write({"step": self._last_step, **line})
 
     def on_rollback(self, state: TrainerState) -> None:
@@ -93,14 +97,16 @@ class RankTimes(LineReader, StepLines):
         super().on_rollback(state)
 
     def _gather(self) -> None:
+        """Begin to gather the figures that were not sent yet. A collective."""
         if not self._steps:
             return
-        own = torch.tensor(self._figures, dtype=torch.float64)
-        wait = (lambda: [own]) if self._group is None else self._group.begin_gather(own)
+        figures_here = torch.tensor(self._figures, dtype=torch.float64)
+        wait = (lambda: [figures_here]) if self._group is None else self._group.begin_gather(figures_here)
         self._gathering = _Gathering(self._steps, wait)
         self._steps, self._figures = [], []
 
     def _finish(self) -> None:
+        """Wait for the figures that are on their way, write their lines, and choose how many are gathered next."""
         if self._gathering is None:
             return
         steps, wait = self._gathering

@@ -1,7 +1,7 @@
 """A tracker's own run, which goes on where a run of hfdist does: TensorBoard, Weights & Biases, Trackio, MLflow.
 
-`trackers.json` in the run folder has the name of the run there, and the last step of each figure that was sent. All is
-kept in the run folder, unless the tracker's own variables say otherwise.
+`trackers.json` in the run folder has each tracker's name of its run, and the last step of each figure that was sent. A
+tracker keeps its files in the run folder, unless its own variables of the environment say otherwise.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from hfdist.config.run import RunConfig
 from hfdist.records import RunFolder, read_lines
 
 PROJECT = "hfdist"
-"""What these trackers call a project or an experiment, where neither `report.project` nor their variables name one."""
+"""The project, or experiment, where neither `report.project` nor the trackers' variables name one."""
 
 if TYPE_CHECKING:
     # For mypy: the class after the mixin is a callback.
@@ -55,11 +55,12 @@ class TensorBoardRun(TensorBoardCallback):
             self.tb_writer.add_text("config", f"```yaml\n{to_yaml(self._config)}\n```")
 
     def on_rollback(self, state: TrainerState) -> None:
-        """Go on after the present step, in a file of its own."""
+        """Go on after the present step, in a new file of events."""
         if not state.is_world_process_zero:
             return
         if self.tb_writer is not None:
             self.tb_writer.close()
+        # TensorBoard's reader drops what older files have from this step on; step 0 is the evaluation at the start.
         first = state.global_step + 1 if state.global_step > 0 else 0
         self.tb_writer = self._SummaryWriter(log_dir=self.logging_dir, purge_step=first)
 
@@ -81,15 +82,22 @@ class _ContinuedRun(_Callback):
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, *rest: Any, **named: Any) -> None:
         """Open the tracker's run. Must come before what moves lines of later steps out of metrics.jsonl."""
-        if state.is_world_process_zero and (known := _read(self._folder.trackers).get(self.tracker)) is not None:
-            self._run, self._seen = known["run"], known["sent"]
-            for line in read_lines(self._folder.metrics):
-                self._see(line, int(line.get("step", -1)))
+        if state.is_world_process_zero:
+            self._find_earlier_run()
         super().on_train_begin(args, state, *rest, **named)
         self.on_rollback(state)
 
+    def _find_earlier_run(self) -> None:
+        """Read which run of the tracker an earlier start wrote into, and which figures it may have sent."""
+        known = _read(self._folder.trackers).get(self.tracker)
+        if known is None:
+            return
+        self._run, self._seen = known["run"], known["sent"]
+        for line in read_lines(self._folder.metrics):
+            self._see(line, int(line.get("step", -1)))
+
     def on_rollback(self, state: TrainerState) -> None:
-        """Keep which steps have been sent."""
+        """Write down the last step of each figure that was sent, as steps will be done again."""
         if state.is_world_process_zero:
             self._sent = dict(self._seen)
             _write(self._folder.trackers, self.tracker, {"run": self._run, "sent": self._sent})
@@ -106,8 +114,18 @@ class _ContinuedRun(_Callback):
         self._seen |= {key: step for key in logs if step > self._seen.get(key, -1)}
 
 
+_WANDB_VARIABLES = {
+    "project": "WANDB_PROJECT",
+    "name": "WANDB_NAME",
+    "id": "WANDB_RUN_ID",
+    "resume": "WANDB_RESUME",
+    "dir": "WANDB_DIR",
+}
+"""Arguments of `wandb.init`, and the variable of the environment that says the same."""
+
+
 class WandbRun(_ContinuedRun, WandbCallback):
-    """Weights & Biases."""
+    """The run of a project of Weights & Biases."""
 
     tracker = "wandb"
 
@@ -120,25 +138,28 @@ class WandbRun(_ContinuedRun, WandbCallback):
         """Begin the run or go on in it, unless the program has begun one."""
         if state.is_world_process_zero and self._wandb.run is None:
             self._run = self._run or secrets.token_hex(4)
-            ours = {
-                "project": ("WANDB_PROJECT", PROJECT),
-                "name": ("WANDB_NAME", self._config.run.name),
-                "id": ("WANDB_RUN_ID", self._run),
-                "resume": ("WANDB_RESUME", "allow"),
-                "dir": ("WANDB_DIR", str(self._folder.path)),
+            values = {
+                "WANDB_PROJECT": PROJECT,
+                "WANDB_NAME": self._config.run.name,
+                "WANDB_RUN_ID": self._run,
+                "WANDB_RESUME": "allow",
+                "WANDB_DIR": str(self._folder.path),
             }
-            asked = {} if self._config.report.project is None else {"project": self._config.report.project}
-            self._wandb.init(**{key: value for key, (name, value) in ours.items() if name not in os.environ} | asked)
+            # A variable that the user has set wins over ours; `report.project` wins over both.
+            arguments = {key: values[name] for key, name in _WANDB_VARIABLES.items() if name not in os.environ}
+            if self._config.report.project is not None:
+                arguments["project"] = self._config.report.project
+            self._wandb.init(**arguments)
             self._wandb.config.update(to_values(self._config), allow_val_change=True)
         super().setup(args, state, model, **kwargs)
 
     def end_run(self, exit_code: int) -> None:
-        """End it; the original leaves that to the end of the process."""
+        """End the tracker's run; the original leaves that to the end of the process."""
         self._wandb.finish(exit_code=exit_code)
 
 
 class TrackioRun(_ContinuedRun, TrackioCallback):
-    """Trackio. Its runs have no name but the one that is shown, so that this one has an ending of its own."""
+    """The run of a project of Trackio, which knows a run by its shown name alone: so random letters end the name."""
 
     tracker = "trackio"
 
@@ -158,7 +179,7 @@ class TrackioRun(_ContinuedRun, TrackioCallback):
 
 
 class MLflowRun(_ContinuedRun, MLflowCallback):
-    """MLflow, whose server or folder names a run itself."""
+    """The run of an experiment of MLflow, whose server or folder gives it its name."""
 
     tracker = "mlflow"
 
@@ -190,14 +211,14 @@ class MLflowRun(_ContinuedRun, MLflowCallback):
         self._run = self._ml_flow.active_run().info.run_id
 
     def end_run(self, exit_code: int) -> None:
-        """End it as failed, if it was not ended as finished."""
+        """End the tracker's run as failed at another exit code than 0; the original has ended it as finished."""
         if exit_code != 0:
             self._ml_flow.end_run("FAILED")
 
 
 @contextmanager
 def _environment(values: Mapping[str, str], *names: str) -> Iterator[None]:
-    """Set variables of the environment for the block; what it does itself to these and to `names` is undone, too."""
+    """Set variables of the environment within the block; after it, these and those of `names` are as they were."""
     before = {name: os.environ.get(name) for name in (*values, *names)}
     os.environ.update(values)
     try:
@@ -215,6 +236,7 @@ def _is_leaf(value: object) -> bool:
 
 
 def _read(path: Path) -> dict[str, Any]:
+    """Give what is known of each tracker's run; nothing where the file is missing or damaged: a new run begins."""
     try:
         return dict(json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError):
@@ -222,5 +244,6 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _write(path: Path, tracker: str, known: Mapping[str, object]) -> None:
+    """Put what is known of one tracker's run into the file, and leave the other trackers' as it was."""
     remove_unfinished(path)
     write_atomically(path, (json.dumps(_read(path) | {tracker: known}, indent=1) + "\n").encode())

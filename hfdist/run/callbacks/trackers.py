@@ -45,12 +45,15 @@ class Trackers(TrainerCallback):
     def __init__(self, config: RunConfig) -> None:
         self._callbacks: dict[str, TrainerCallback] = {}
         self._end: Callable[[], None] | None = None
+        """Passes on the end of the training; None: it has not ended."""
         for name in config.report.to:
             with self._giving_up(name):
                 make = _CONTINUED.get(name)
-                self._callbacks[name] = (
-                    get_reporting_integration_callbacks([name])[0]() if make is None else make(config)
-                )
+                if make is None:
+                    [kind] = get_reporting_integration_callbacks([name])
+                    self._callbacks[name] = kind()
+                else:
+                    self._callbacks[name] = make(config)
 
     on_init_end = _event("on_init_end")
     on_train_begin = _event("on_train_begin")
@@ -68,20 +71,23 @@ class Trackers(TrainerCallback):
         self._end = partial(self._pass_on, "on_train_end", args, state, control, **named)
 
     def end(self, exit_code: int = 0) -> None:
-        """End the trackers' runs."""
+        """End the trackers' runs: as finished if `exit_code` is 0, otherwise as failed."""
         if self._end is not None and exit_code == 0:
             self._end()
         self._pass_on("end_run", exit_code)
 
     def _pass_on(self, event: str, *positional: object, **named: object) -> None:
+        # A copy of the list, as a tracker that fails is taken out of it.
         for name, callback in list(self._callbacks.items()):
-            # Not all have all of them.
-            if (method := getattr(callback, event, None)) is not None:
+            method = getattr(callback, event, None)
+            # Some events are hfdist's own, and not each tracker has them.
+            if method is not None:
                 with self._giving_up(name):
                     method(*positional, **named)
 
     @contextmanager
     def _giving_up(self, name: str) -> Iterator[None]:
+        """Turn any error of a tracker into a warning, and pass nothing on to it any more."""
         try:
             yield
         except Exception as error:
@@ -92,7 +98,10 @@ class Trackers(TrainerCallback):
 
 @contextmanager
 def ending_trackers(trainer: Trainer) -> Iterator[None]:
-    """End the trackers' runs after the block; after an error, when the process ends, which does not wait long."""
+    """End the trackers' runs after the block.
+
+    After an error they end with the process: a tracker may wait long for its server, and the error is told first.
+    """
     every = [callback for callback in trainer.callback_handler.callbacks if isinstance(callback, Trackers)]
     try:
         yield

@@ -1,4 +1,4 @@
-"""What each rank sends in a step, by axis of the mesh: counted in one step, as all steps send the same."""
+"""The callback that counts what each rank sends in a step, by axis of the mesh: in one step, as all send the same."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from hfdist.topology import Topology
 from hfdist.trainer.step.objective import ObjectiveCallback
 
 _COUNTED_STEP = 4
-"""The first steps find buckets and prefetches, and the third is that of the picture of a pipeline's schedule."""
+"""Number of the counted step: the first two settle buckets and prefetches, and the third records the schedule."""
 
 
 class Traffic(ObjectiveCallback):
-    """Counts the fourth step of a start, or the last before it; on rank 0 writes it into run.json.
+    """Counts the fourth step of a start, or the last one if there are fewer; rank 0 writes it into run.json.
 
     Args:
-        topology: the place of this rank.
-        recorder: that of rank 0; None on the others.
+        topology: the place of this rank in the layout.
+        recorder: writes the run's record, on rank 0; None on the others.
         wait: waits until no other thread sends, as a save does.
         warm_up_steps: first steps of each start, which send more than the others; the fourth after them is counted.
     """
@@ -42,31 +42,35 @@ class Traffic(ObjectiveCallback):
         self._step: int | None = None
         """Number of steps before the counted one; None: nothing is to be counted."""
         self._counting: SentBytes | None = None
+        """Counts what this rank sends; None: nothing is being counted."""
         self._has_begun = False
         """Whether the step has begun with its objective."""
 
     def on_train_begin(self, args: object, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
         """Choose the step. A collective where there are other ranks."""
-        self._step = min(state.global_step + self._counted_step, state.max_steps) - 1 if world_size() > 1 else None
+        self._step = None
+        if world_size() > 1:
+            self._step = min(state.global_step + self._counted_step, state.max_steps) - 1
         # All ranks make the group here, so that it is not made in the counted step.
         control_group()
 
     def on_step_begin(self, args: object, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
-        """Begin to count, if it is this one and its objective has not begun it."""
+        """Begin to count, if this is the step to count and its objective has not begun it already."""
         if not self._has_begun:
             self._begin(state)
         self._has_begun = False
 
     def on_objective(self, state: TrainerState) -> None:
-        """Begin to count what an objective sends first, as all embeddings of a step."""
+        """Begin to count before the objective sends something, such as all embeddings of a step."""
         self._begin(state)
         self._has_begun = True
 
     def _begin(self, state: TrainerState) -> None:
-        """Count from now on, if it is this step; a save that goes on ends first."""
+        """Count from now on, if this is the step to count; a save that goes on ends first, as it sends, too."""
         self._stop()
         if state.global_step == self._step:
             self._wait()
+            # Not by `with`: another event ends it.
             self._counting = SentBytes().__enter__()
 
     def on_step_end(self, args: object, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
@@ -81,10 +85,11 @@ class Traffic(ObjectiveCallback):
             self._recorder.write()
 
     def on_train_end(self, args: object, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
-        """Count no more: the step was given up."""
+        """End the counting: the training may have ended within the step."""
         self._stop()
 
     def _stop(self) -> SentBytes | None:
+        """End the counting, and give what was counted; None: nothing was."""
         counted, self._counting = self._counting, None
         if counted is not None:
             counted.__exit__()
@@ -92,12 +97,17 @@ class Traffic(ObjectiveCallback):
 
 
 class _Sent(TypedDict):
+    """What one rank has sent along an axis."""
+
     calls: int
+    """Number of collectives and messages."""
     kinds: dict[str, int]
     """Bytes by kind of collective."""
 
 
 class _SentOfAll(_Sent):
+    """What the rank that sends most has sent along an axis, and the mean of all ranks."""
+
     sent_bytes: int
     mean_bytes: int
 

@@ -1,4 +1,4 @@
-"""The whole model with an adapter merged into it: opened and merged by PEFT, in one process, on the CPU."""
+"""Writes the whole model with an adapter merged into it: PEFT opens and merges it, in one process, on the CPU."""
 
 from __future__ import annotations
 
@@ -34,16 +34,25 @@ def write_merged(
 ) -> bool:
     """Open the base as it is in its files, merge a PEFT folder, and write a Hub model of the base's type.
 
-    An older model in `folder` is replaced; `config`, `generation` and `tokenizer` are those of the trained model, which
-    ends in `head`. `write_more` adds files. Gives whether PEFT can merge this adapter; otherwise nothing is written,
-    and the log says why.
+    Args:
+        adapter: PEFT folder of the adapter.
+        folder: the folder to write, in place of an older model there.
+        base: the model that the adapter was trained beside.
+        config: config of the trained model.
+        generation: generation config of the trained model; None: it has none.
+        tokenizer: tokenizer of the trained model.
+        head: what the model gives at its end.
+        write_more: adds files to a folder; None: there are no more.
+
+    Returns:
+        Whether PEFT can merge this adapter; otherwise nothing is written, and the log says why.
     """
     try:
         merged = _open_merged(adapter, base, config, head)
     except (NotImplementedError, ValueError) as error:
         logger.warning("PEFT cannot merge %s: %s; PeftModel.from_pretrained(model, folder) opens it", adapter, error)
         return False
-    # What transformers would refuse to write must not cost the weights.
+    # transformers refuses to write some generation configs, and the weights with them: it is written afterwards.
     merged.generation_config = GenerationConfig()
 
     def write(unfinished: Path) -> None:
@@ -59,6 +68,8 @@ def write_merged(
 
 
 def _open_merged(adapter: Path, base: ModelConfig, config: PreTrainedConfig, head: Head) -> PreTrainedModel:
+    """Open the base and merge the adapter; NotImplementedError, ValueError: PEFT cannot merge it."""
+    # Imported late: PEFT need not be installed.
     from peft import PeftModel
     from peft.tuners.tuners_utils import BaseTunerLayer
 

@@ -48,14 +48,16 @@ _PIPELINES = {
 
 
 class Exported(NamedTuple):
-    """Which weights the folder holds."""
+    """The weights that an exported folder holds, as its card describes them."""
 
     step: int
+    """The step after which the weights were saved."""
     held_out_loss: float | None
+    """Mean loss of the held-out tokens, in nats; None: not measured. With rewards: the mean reward, negated."""
     commit: str | None
     """The commit of the repository that the training started from; None: not known."""
     record: RunRecord
-    """What the run has used."""
+    """Time, energy and cost of the run."""
 
 
 def write_card(
@@ -84,12 +86,12 @@ def write_card(
 
 def _metadata(config: RunConfig, is_adapter: bool, record: RunRecord) -> ModelCardData:
     head, is_ranking = config.task.name.traits.head, config.task.name is TaskName.rerank
-    is_similar = is_ranking or head is Head.none
+    library = "sentence-transformers" if is_ranking or head is Head.none else "transformers"
     base = _hub_id(config.model.name) if config.model.init is Init.pretrained else None
     datasets = [_hub_id(source.path) for source in config.data.sources.values() if source.kind is SourceKind.hub]
     return ModelCardData(
         base_model=base,
-        library_name="peft" if is_adapter else "sentence-transformers" if is_similar else "transformers",
+        library_name="peft" if is_adapter else library,
         pipeline_tag="text-ranking" if is_ranking else _PIPELINES[head],
         tags=["hfdist"] if config.task.name.traits.is_of_next_tokens else ["hfdist", config.task.name.value],
         datasets=[name for name in datasets if name is not None] or None,
@@ -114,18 +116,21 @@ def _emissions(config: RunConfig, record: RunRecord) -> dict[str, object] | None
 
 
 def _describe_use(config: RunConfig, record: RunRecord) -> str:
+    """Give the sentences on energy and cost."""
     text = f"Training has used {describe_usage(record, config.cost)}."
     estimate = " Part of the energy or all of it is an estimate." if "estimate" in (record.energy_source or "") else ""
     return text + estimate
 
 
 def _hub_id(name: str | None) -> str | None:
-    """Give a name that is one of the Hub; a path of this machine says nothing to others."""
-    is_of_hub = name is not None and not Path(name).exists() and re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name)
-    return name if is_of_hub else None
+    """Give the name if it can be one of the Hub; None: it is a path of this machine, which says nothing to others."""
+    if name is None or Path(name).exists():
+        return None
+    return name if re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name) else None
 
 
 def _describe_start(config: RunConfig, commit: str | None, is_adapter: bool) -> str:
+    """Give the sentences on what the model is, and from which weights its training started."""
     model = config.model
     kind = "a cross-encoder" if config.task.name is TaskName.rerank else _KINDS[config.task.name.traits.head]
     what = f"An adapter of {kind}" if is_adapter else kind[0].upper() + kind[1:]
@@ -133,12 +138,9 @@ def _describe_start(config: RunConfig, commit: str | None, is_adapter: bool) -> 
     beside = f", by {config.adapter.type} beside its {parts}" if parts else ""
     if model.init is Init.random:
         return f"{what}, trained from random weights ({model.type or redact(model.name or '')}){beside}."
-    name = redact(model.name or "")
-    # A run's model lies in its folder under this name.
-    shown = Path(name).parent.name if Path(name).name == RunFolder(Path()).model.name else Path(name).name
-    link = f"[{name}](https://huggingface.co/{name})" if _hub_id(model.name) else f"`{shown or name}`"
     file = f", file `{model.gguf_file}`" if model.gguf_file else ""
-    start = f"{what}, fine-tuned from {link}{file}{f', commit `{commit}`' if commit else ''}{beside}."
+    from_commit = f", commit `{commit}`" if commit else ""
+    start = f"{what}, fine-tuned from {_link_to(model.name)}{file}{from_commit}{beside}."
     packed = config.adapter.quantization
     if packed is None:
         return start
@@ -146,42 +148,59 @@ def _describe_start(config: RunConfig, commit: str | None, is_adapter: bool) -> 
     return f"{start} The adapter was trained beside frozen weights in 4 bits ({packed.value}, QLoRA).{merged}"
 
 
-def _describe_data(config: RunConfig, reports: Sequence[PoolReport]) -> str:
-    def public(path: str) -> str:
-        # An address or a Hub id; of a file of this machine, its name.
-        return redact(path) if scheme_of(path) or _hub_id(path) else Path(path).name
+def _link_to(model: str | None) -> str:
+    """Give Markdown that names a model: a link to the Hub, or the last part of a path of this machine."""
+    name = redact(model or "")
+    if _hub_id(model):
+        return f"[{name}](https://huggingface.co/{name})"
+    path = Path(name)
+    # Models of runs all lie under the same name, each in the folder of its run.
+    is_of_run = path.name == RunFolder(Path()).model.name
+    shown = path.parent.name if is_of_run else path.name
+    return f"`{shown or name}`"
 
-    sources = [
-        f"- {name}: {source.kind.value}" + (f" `{public(source.path)}`" if source.path else "")
-        for name, source in config.data.sources.items()
-    ]
-    rows = [f"| {r.name} | {r.sequences:,} | {r.share:.1%} | {r.tokens:,} | {r.epochs:.2f} |" for r in reports]
-    table = ["| pool | sequences | share | tokens | epochs |", "|---|---|---|---|---|", *rows]
-    return "\n".join([*sources, *(["", *table] if rows else [])])
+
+def _describe_data(config: RunConfig, reports: Sequence[PoolReport]) -> str:
+    """Give the list of sources, and the table of what was read of each pool."""
+    lines = []
+    for name, source in config.data.sources.items():
+        path = f" `{_public_path(source.path)}`" if source.path else ""
+        lines.append(f"- {name}: {source.kind.value}{path}")
+    if reports:
+        lines += ["", "| pool | sequences | share | tokens | epochs |", "|---|---|---|---|---|"]
+        lines += [f"| {r.name} | {r.sequences:,} | {r.share:.1%} | {r.tokens:,} | {r.epochs:.2f} |" for r in reports]
+    return "\n".join(lines)
+
+
+def _public_path(path: str) -> str:
+    """Give an address or a Hub id without secrets, or the name alone of a file of this machine."""
+    return redact(path) if scheme_of(path) or _hub_id(path) else Path(path).name
 
 
 def _describe_losses(lines: Sequence[Mapping[str, object]], task: TaskName, exported: Exported) -> str:
+    """Give the section on losses, or on rewards where the task learns from them."""
     title, name = ("Rewards", "reward") if task.traits.is_reinforcement else ("Losses", "loss")
     value = exported.held_out_loss
     if value is not None and task.traits.is_reinforcement:
-        # A reward of 0 is no negative zero.
+        # From 0, as `-value` would write a reward of 0 as -0.
         value = 0.0 - value
     measured = "" if value is None else f", with a held-out {name} of {value:.4f}"
     return f"## {title}\n\n{describe_progress(lines, task)}\n\nThese weights are of step {exported.step:,}{measured}."
 
 
 def _describe_command(config: RunConfig, commit: str | None, ranks: int) -> str:
-    # To whoever reads this, the same start, and none of the writer's repositories and budgets.
+    """Give the config and the command that train the model again, without the writer's repositories and budgets."""
     model = replace(config.model, revision=commit or config.model.revision)
     no_budgets: dict[str, Any] = dict.fromkeys(BUDGETS)
     config = replace(config, model=model, export=ExportConfig(), train=replace(config.train, **no_budgets))
     processes = "" if ranks == 1 else f" launch.processes={ranks}"
     values = {"defaults": ["run_schema", "_self_"]} | public_values(to_values(config))
     text = to_yaml_text(values)
-    said = " model.trust_remote_code=true" if model.trust_remote_code else ""
+    # A config file cannot ask for it: whoever runs a model's code says so on the command line.
+    trust = " model.trust_remote_code=true" if model.trust_remote_code else ""
     return (
         "Save this as `config.yaml`, then:\n\n"
-        f"```\nhfdist run config.yaml{processes}{said}\n"
+        f"```\nhfdist run config.yaml{processes}{trust}\n"
         f"```\n\n<details><summary>config.yaml</summary>\n\n```yaml\n{text}```\n\n</details>"
     )
 

@@ -1,4 +1,4 @@
-"""The mirror of a run's checkpoints: what a start takes from it, and what the end waits for."""
+"""The part of a run that mirrors its checkpoints: a start takes a newer one from the mirror, the end waits for it."""
 
 from __future__ import annotations
 
@@ -25,14 +25,16 @@ from hfdist.units import size
 
 logger = logging.getLogger(__name__)
 
-_LOOK_SECONDS, _LINE_SECONDS = 1.0, 10.0
-"""Time between two looks whether a wait is given up, and between two of its lines."""
+_LOOK_SECONDS = 1.0
+"""Seconds between two looks whether a wait is given up."""
+_LINE_SECONDS = 10.0
+"""Seconds between two log lines of a wait."""
 _MOST_TRIES = 3
-"""Uploads of the newest checkpoint that the end tries, beside those of the training."""
+"""How often the end of a run tries to upload the newest checkpoint again."""
 
 
 class MirrorPart(Part):
-    """Takes a newer checkpoint from the mirror, and sees that it has all when the run ends."""
+    """Takes a newer checkpoint from the mirror at the start, and waits until the mirror has the newest at the end."""
 
     joins = Joins.training
 
@@ -54,7 +56,7 @@ class MirrorPart(Part):
         run.uploader = Uploader(mirror, keep, step_of(names[-1]) if names else None, folder.records)
 
     def callbacks(self, run: RunState) -> Sequence[TrainerCallback]:
-        """Let the checkpoint be uploaded with which the run begins: a start that was killed may not have done so."""
+        """Begin to upload the checkpoint of the start, as a killed run may not have done so; give no callback."""
         start = run.start
         if run.uploader is not None and start.checkpoint is not None and start.goes_on and not start.in_memory:
             run.uploader.put(Path(start.checkpoint))
@@ -62,7 +64,7 @@ class MirrorPart(Part):
 
     @contextmanager
     def during(self, run: RunState) -> Iterator[None]:
-        """Give up what is not uploaded in the end."""
+        """Give up at the end of the block what is not uploaded by then."""
         try:
             yield
         finally:
@@ -81,20 +83,13 @@ class MirrorPart(Part):
 def _find(mirror: Mirror, run: RunState) -> list[str]:
     """Give the names of the mirror's checkpoints, the oldest first, once the newest and its records are here."""
     config = run.config
-    checkpoints, resume = config.run.folder.checkpoints, config.checkpoint.resume
+    checkpoints = config.run.folder.checkpoints
     try:
         names = mirror.open()
         if names:
-            _check_resume(resume, checkpoints, f"{names[-1]}, {mirror.shown}", step_of(names[-1]))
-        before = _newest_before(names, run)
-        came = fetch_newer(mirror, names, checkpoints)
-        if came is not None:
-            check_resume(config)
-        here = list_checkpoints(checkpoints)
-        has_records = came is None and here and here[-1].name == before and config.run.folder.ledger.exists()
-        if here and here[-1].name in names and not has_records:
-            _bring_records(mirror, here[-1].name, run)
-        config.run.folder.awaited_records.unlink(missing_ok=True)
+            newest = f"{names[-1]}, {mirror.shown}"
+            _check_resume(config.checkpoint.resume, checkpoints, newest, step_of(names[-1]))
+        _bring_newest(mirror, names, run)
         if config.checkpoint.keep_best:
             fetch_best(mirror, names, checkpoints)
         with suppress(ResourceError):
@@ -110,11 +105,26 @@ def _find(mirror: Mirror, run: RunState) -> list[str]:
     return names
 
 
-def _newest_before(names: Sequence[str], run: RunState) -> str:
-    """Give the name of the checkpoint that the folder's records go with; empty: of none.
+def _bring_newest(mirror: Mirror, names: Sequence[str], run: RunState) -> None:
+    """Bring the newest checkpoint into the run's folder, where that is older, and then the records that go with it."""
+    folder = run.config.run.folder
+    with_records = _checkpoint_of_records(names, run)
+    fetched = fetch_newer(mirror, names, folder.checkpoints)
+    if fetched is not None:
+        check_resume(run.config)
+    here = list_checkpoints(folder.checkpoints)
+    newest = here[-1].name if here else ""
+    has_records = fetched is None and newest == with_records and folder.ledger.exists()
+    if newest in names and not has_records:
+        _bring_records(mirror, newest, run)
+    folder.awaited_records.unlink(missing_ok=True)
 
-    It is written down before a newer checkpoint comes: a start that is killed before it has the records, too, leaves
-    them to the next start.
+
+def _checkpoint_of_records(names: Sequence[str], run: RunState) -> str:
+    """Give the name of the checkpoint that the folder's records go with; empty: they go with none.
+
+    It is written down before a newer checkpoint comes. A start that is killed between the checkpoint and its records
+    so tells the next start to bring them.
     """
     folder = run.config.run.folder
     here = list_checkpoints(folder.checkpoints)
@@ -130,26 +140,26 @@ def _newest_before(names: Sequence[str], run: RunState) -> str:
 def _bring_records(mirror: Mirror, name: str, run: RunState) -> None:
     """Bring the records beside a checkpoint into the run's folder, in place of those of an older one."""
     folder = run.config.run.folder
-    for left in folder.path.glob("records.tmp-*"):
-        shutil.rmtree(left, ignore_errors=True)
+    for left_over in folder.path.glob("records.tmp-*"):
+        shutil.rmtree(left_over, ignore_errors=True)
     unfinished = temporary(folder.path / "records")
     try:
         unfinished.mkdir()
         if not mirror.fetch_beside(name, unfinished, folder.is_record):
             return
-        came = RunFolder(unfinished)
+        brought_folder = RunFolder(unfinished)
         if run.recorder is not None:
-            run.recorder.follow(came)
-        for here, brought in zip(folder.step_lines, came.step_lines, strict=True):
+            run.recorder.follow(brought_folder)
+        for here, brought in zip(folder.step_lines, brought_folder.step_lines, strict=True):
             set_aside(here)
             if brought.is_file():
                 os.replace(brought, here)
-        if came.ledger.is_dir():
-            # Last: whether it is there says whether all is.
+        if brought_folder.ledger.is_dir():
+            # The ledger comes last: a start that finds it knows that it has all records.
             if folder.ledger.exists():
                 shutil.rmtree(earlier(folder.ledger), ignore_errors=True)
                 folder.ledger.rename(earlier(folder.ledger))
-            came.ledger.rename(folder.ledger)
+            brought_folder.ledger.rename(folder.ledger)
     except CheckpointError as error:
         logger.warning("the run goes on without the records of its earlier steps: %s", error)
     finally:
@@ -178,25 +188,29 @@ def _wait(run: RunState, is_given_up: Callable[[], bool] = lambda: False) -> Non
     if uploader is None:
         return
     here = list_checkpoints(run.config.run.folder.checkpoints)
-    line = time.monotonic()
-    end, next_seconds, num_tries = line + 60 * minutes, 0.0, 0
+    newest = here[-1] if here else None
+    next_line = time.monotonic()
+    end, wait_seconds, num_tries = next_line + 60 * minutes, 0.0, 0
     while True:
-        is_done = uploader.wait(next_seconds)
-        has_all = not here or uploader.newest_step == step_of(here[-1].name)
+        # Done: nothing is being uploaded any more, whether or not it has succeeded.
+        is_done = uploader.wait(wait_seconds)
+        has_all = newest is None or uploader.newest_step == step_of(newest.name)
         is_late = time.monotonic() >= end
-        if (is_done and (has_all or num_tries == _MOST_TRIES)) or is_late or is_given_up():
+        if is_late or is_given_up():
             break
-        if is_done:
+        if is_done and (has_all or num_tries == _MOST_TRIES):
+            break
+        if is_done and newest is not None:
             num_tries += 1
-            uploader.put(here[-1])
-        if time.monotonic() >= line:
+            uploader.put(newest)
+        if time.monotonic() >= next_line:
             sent = uploader.progress
             so_far = f": {size(sent.done_bytes)} of {size(sent.all_bytes)}" if sent.all_bytes else ""
             logger.info("waiting for the mirror%s", so_far)
-            line += _LINE_SECONDS
-        next_seconds = min(_LOOK_SECONDS, max(end - time.monotonic(), 0.0))
+            next_line += _LINE_SECONDS
+        wait_seconds = min(_LOOK_SECONDS, max(end - time.monotonic(), 0.0))
     run.trainer.checkpointer.log.add_uploads()
-    if here and uploader.newest_step != step_of(here[-1].name):
+    if newest is not None and uploader.newest_step != step_of(newest.name):
         there = "no checkpoint" if uploader.newest_step is None else f"step {uploader.newest_step:,} as its newest"
-        why = "" if is_done or not is_late else f" after checkpoint.mirror_minutes={minutes:g}"
-        logger.warning("the mirror lacks %s%s, and has %s", here[-1], why, there)
+        why = f" after checkpoint.mirror_minutes={minutes:g}" if is_late and not is_done else ""
+        logger.warning("the mirror lacks %s%s, and has %s", newest, why, there)

@@ -1,4 +1,4 @@
-"""What the trained model writes after a prompt, as a user would ask it."""
+"""The part of a run that lets the exported model continue a prompt, opened as a user would open it."""
 
 from __future__ import annotations
 
@@ -22,13 +22,14 @@ from hfdist.trainer.evaluation.generation import encode_prompts
 logger = logging.getLogger(__name__)
 
 _SHOWN_CHARACTERS = 600
+"""The most characters that are logged of a prompt, and of an answer."""
 
 
 class SamplePart(Part):
     """Logs how the model continues `report.sample_prompt`, or answers a held-out example."""
 
     def finish(self, run: RunState) -> None:
-        """Write the samples, unless a budget has stopped the run: it takes long."""
+        """Log the sample, unless a budget has stopped the run: to write one takes long."""
         if run.config.report.sample_tokens == 0 or run.budget.stopped_by is not None:
             return
         with warning_of_failure("sample"):
@@ -42,21 +43,23 @@ class SamplePart(Part):
         tokenizer, report = run.data.tokenizer, run.config.report
         head = run.config.task.name.traits.head
         with strategy.without_partitioning(run.trainer.args):
-            # As any user would open it; the folder of an adapter has no config of the model.
+            # The class is known here: an adapter's folder has no config of the model, which would tell it.
             model = head_class(head, run.model.config).auto.from_pretrained(folder).eval()
             if head is Head.targets:
                 text = write_target(model, tokenizer, question.prompt, report.sample_tokens)
             else:
                 is_free = report.sample_prompt is not None
                 text = sample(model, tokenizer, question.prompt, report.sample_tokens, is_free=is_free)
-        logger.info("%s:\n%s", question.words, text)
+        logger.info("%s:\n%s", question.text, text)
 
 
 class _Question(NamedTuple):
-    """What the model is asked, as tokens and as words for the log."""
+    """A prompt that the model is to continue."""
 
     prompt: Sequence[int]
-    words: str
+    """Tokens of the prompt."""
+    text: str
+    """What the log says of it, before the model's answer."""
 
 
 def _find_question(run: RunState) -> _Question | None:
@@ -71,13 +74,14 @@ def _find_question(run: RunState) -> _Question | None:
         return _Question(ids, f"{folder} continues {prompt!r}")
     example = held_out_example(run)
     if example is None or traits.is_reinforcement:
-        # rollouts.jsonl has answers of a policy.
+        # A policy's answers are in rollouts.jsonl already.
         return None
-    asked, answer = (
-        str(tokenizer.decode(part, skip_special_tokens=True)) for part in (example.prompt, example.reference)
-    )
-    asked = asked if len(asked) <= _SHOWN_CHARACTERS else f"...{asked[-_SHOWN_CHARACTERS:]}"
-    answer = answer if len(answer) <= _SHOWN_CHARACTERS else f"{answer[:_SHOWN_CHARACTERS]}..."
+    asked = str(tokenizer.decode(example.prompt, skip_special_tokens=True))
+    answer = str(tokenizer.decode(example.reference, skip_special_tokens=True))
+    if len(asked) > _SHOWN_CHARACTERS:
+        asked = f"...{asked[-_SHOWN_CHARACTERS:]}"
+    if len(answer) > _SHOWN_CHARACTERS:
+        answer = f"{answer[:_SHOWN_CHARACTERS]}..."
     return _Question(example.prompt, f"{folder} is asked {asked!r}; the data answer {answer!r}, it")
 
 
@@ -92,11 +96,14 @@ def held_out_example(run: RunState) -> Example | None:
 def sample(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, prompt: Sequence[int], num_tokens: int, *, is_free: bool
 ) -> str:
-    """Let a model, as it was opened, continue `prompt`: freely, by top-k sampling with a fixed seed, or greedily."""
+    """Let a model continue a prompt by at most `num_tokens`, and give the text of the new tokens.
+
+    `is_free`: by top-k sampling with a fixed seed, as a text that goes on greedily repeats itself; otherwise greedily.
+    """
     choice = {"do_sample": True, "top_k": 40, "temperature": 0.8} if is_free else {"do_sample": False}
     generate: Any = model.generate
     positions = most_positions(model.config)
-    # The end of a prompt asks.
+    # Of a prompt that is too long the end stays: the question stands there.
     room = max(positions - num_tokens, 1) if positions is not None else len(prompt)
     inputs = torch.tensor([list(prompt)[-room:]])
     with torch.random.fork_rng(), torch.no_grad():
@@ -115,7 +122,7 @@ def sample(
 def write_target(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, source: Sequence[int], num_tokens: int
 ) -> str:
-    """Let an encoder-decoder write the target of `source`, as its generation config has it."""
+    """Let an encoder-decoder write the target of `source` as its generation config says, and give the text."""
     generate: Any = model.generate
     with torch.no_grad():
         output = generate(input_ids=torch.tensor([list(source)]), max_new_tokens=num_tokens)

@@ -1,4 +1,4 @@
-"""What the screen at the end of a run says: found in the Trainer, and in the files of the run."""
+"""The part of a run that logs the screen at its end, from what the Trainer and the files of the run say."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 
 class ScreenPart(Part):
-    """Sums the run up."""
+    """Logs the screen that sums the run up."""
 
     def finish(self, run: RunState) -> None:
         """Log the screen."""
@@ -34,7 +34,7 @@ class ScreenPart(Part):
 
 
 def _sum_up(run: RunState) -> Ending:
-    """Find on rank 0 what the screen says."""
+    """Collect what the screen says, on rank 0; what cannot be found is left out with a warning."""
     config, data, trainer, outcome = run.config, run.data, run.trainer, run.outcome
     assert trainer.engine is not None
     example, left_out, num_documents, graded = None, None, None, {}
@@ -71,28 +71,32 @@ def _sum_up(run: RunState) -> Ending:
 
 
 def _text_of(run: RunState, ids: list[int]) -> str:
+    """Turn tokens into text."""
     return str(run.data.tokenizer.decode(ids, skip_special_tokens=True))
 
 
 def _find_baseline(run: RunState) -> float | None:
     """Give the loss of a unigram model; None: the targets are no plain text, or the loss is no mean of them."""
     config, held_out, convention = run.config, run.data.held_out, run.trainer.weighted_loss.convention
-    is_comparable = config.model.init is Init.random and config.task.name is TaskName.causal_lm
-    is_comparable = is_comparable and not run.data.corpus.has_examples
-    is_comparable = is_comparable and (convention is None or convention.is_of_tokens)
-    if held_out is None or not is_comparable:
+    is_plain_text = config.task.name is TaskName.causal_lm and not run.data.corpus.has_examples
+    is_mean_of_tokens = convention is None or convention.is_of_tokens
+    # A pretrained model is better from the first step on.
+    is_new = config.model.init is Init.random
+    if held_out is None or not (is_new and is_plain_text and is_mean_of_tokens):
         return None
     return unigram_loss(held_out[k]["labels"] for k in range(len(held_out)))
 
 
 def _loss_before(log_history: Sequence[Mapping[str, float]]) -> float | None:
-    return next(
-        (float(entry["eval_loss"]) for entry in log_history if entry["step"] == 0 and "eval_loss" in entry), None
-    )
+    """Give the held-out loss before the first step; None: it was not measured."""
+    for entry in log_history:
+        if entry["step"] == 0 and "eval_loss" in entry:
+            return float(entry["eval_loss"])
+    return None
 
 
 def _with_figures(ending: Ending, run: RunState) -> Ending:
-    """Add what the evaluation of the exported weights has measured of pairs, of a reward model or of embeddings."""
+    """Add the figures of pairs, of a reward model or of embeddings, from the evaluation of the exported weights."""
     entries = [entry for entry in reversed(run.trainer.state.log_history) if entry["step"] == ending.step]
 
     def find(*keys: str) -> float | None:
@@ -114,11 +118,12 @@ def _with_figures(ending: Ending, run: RunState) -> Ending:
 
 
 def _with_rewards(ending: Ending, log_history: Sequence[Mapping[str, float]]) -> Ending:
-    """Add what the answers have earned, if they were rewarded."""
+    """Add the rewards of the answers, where the task rewards them."""
     lines = [entry for entry in log_history if "reward" in entry]
     if not lines:
         return ending
-    first, last, prefix = lines[0], lines[-1], "rewards/"
+    first, last = lines[0], lines[-1]
+    prefix = "rewards/"
     each = {name.removeprefix(prefix): float(value) for name, value in last.items() if name.startswith(prefix)}
 
     def newest(key: str) -> float | None:
@@ -137,7 +142,7 @@ def _with_rewards(ending: Ending, log_history: Sequence[Mapping[str, float]]) ->
 
 
 def _read_grade(path: Path) -> dict[str, PlannedAndMeasured]:
-    """Give what was planned and measured, by name; {}: this start has written no grade."""
+    """Give each figure's planned and measured value, by its name; {}: this start has written no grade."""
     if not path.is_file():
         return {}
     items = json.loads(path.read_text(encoding="utf-8"))["items"]
@@ -145,7 +150,10 @@ def _read_grade(path: Path) -> dict[str, PlannedAndMeasured]:
 
 
 def unigram_loss(sequences: Iterable[torch.Tensor]) -> float:
-    """Entropy of the tokens in nats: the best that any model without context can do on these very tokens."""
+    """Give the entropy of the tokens in nats: the lowest loss of any model without context on these very tokens.
+
+    Labels below 0 are no targets.
+    """
     counts = torch.bincount(torch.cat([labels[labels >= 0] for labels in sequences])).double()
     share = counts[counts > 0] / counts.sum()
     return float(-(share * share.log()).sum())

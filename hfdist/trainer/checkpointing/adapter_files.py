@@ -1,4 +1,4 @@
-"""The files of an adapter, under PEFT's names."""
+"""The files of an adapter: its tensors under PEFT's names, and its config."""
 
 from __future__ import annotations
 
@@ -67,7 +67,8 @@ def adapter_pieces(model: nn.Module, pieces: Iterable[Piece]) -> Iterator[Piece]
 
 
 def _names_in_files(model: nn.Module) -> dict[str, str]:
-    """PEFT's name of each tensor of the adapter, by the model's own name; only of the tensors on this rank."""
+    """Give PEFT's name of each tensor of the adapter on this rank, by the model's own name."""
+    # Imported late: PEFT takes a second to import, and most models have no adapter.
     from peft import get_peft_model_state_dict
 
     # PEFT chooses and renames by names alone, so names can stand in for the values.
@@ -78,9 +79,10 @@ def _names_in_files(model: nn.Module) -> dict[str, str]:
 
 
 def _has_other_embeddings(model: Any) -> bool:
-    """Whether the model's embeddings are more or fewer than in the base that the adapter names, as PEFT asks it.
+    """Whether the model has another number of embeddings than the base that the adapter names.
 
-    Then they are kept with the adapter. Not by PEFT, which asks the Hub.
+    Embeddings are then saved with the adapter, as PEFT does it. PEFT itself would look at the base on the Hub; this
+    looks at the files of this machine alone.
     """
     base, config = model.peft_config[NAME].base_model_name_or_path, getattr(model, "config", None)
     if not base or not isinstance(config, PreTrainedConfig):
@@ -90,8 +92,8 @@ def _has_other_embeddings(model: Any) -> bool:
         there = type(config).from_pretrained(str(Path(str(file)).parent))
     except (OSError, ValueError):
         return False
-    sizes = [getattr(one.get_text_config(), "vocab_size", None) for one in (config, there)]
-    return sizes[0] != sizes[1]
+    size_here = getattr(config.get_text_config(), "vocab_size", None)
+    return size_here != getattr(there.get_text_config(), "vocab_size", None)
 
 
 def write_adapter_config(model: Any, folder: Path) -> None:
@@ -101,6 +103,6 @@ def write_adapter_config(model: Any, folder: Path) -> None:
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
         if isinstance(value, set):
-            # The order of a set is that of this process.
+            # A set has another order in each process.
             setattr(config, field.name, sorted(value))
     config.save_pretrained(str(folder))

@@ -19,7 +19,10 @@ logger = logging.getLogger(__name__)
 
 
 class CheckpointFolder:
-    """The checkpoints of one Trainer. A run's folder has no others, and one from Python those of earlier trainings."""
+    """The folder of one Trainer's checkpoints.
+
+    A run's folder has no others; that of a program may have checkpoints of earlier trainings, too.
+    """
 
     def __init__(self, training: Training, options: SaveOptions) -> None:
         self._training, self._options = training, options
@@ -28,14 +31,15 @@ class CheckpointFolder:
 
     @property
     def path(self) -> Path:
-        """The folder: within that of a run; from Python, where the original has it, a trial's too."""
+        """Path of the folder: within the run's folder; in a program where the original has it, one for each trial."""
         trainer = self._training.trainer
         folder = Path(trainer._get_output_dir(getattr(trainer, "_trial", None)))
         return RunFolder(folder).checkpoints if self._options.is_run else folder
 
     def path_of(self, step: int) -> Path:
         """Give the path of the checkpoint of a step."""
-        return self.path / (step_name if self._options.is_run else original_name)(step)
+        name = step_name(step) if self._options.is_run else original_name(step)
+        return self.path / name
 
     # ---- the training's own checkpoints ----
 
@@ -44,7 +48,7 @@ class CheckpointFolder:
         self._own_names = set()
 
     def add_own(self, checkpoint: Path) -> None:
-        """Take a checkpoint for one of this training, if it lies in the folder."""
+        """Count a checkpoint as one of this training, if it lies in the folder."""
         if checkpoint.resolve().parent == self.path.resolve():
             self._own_names.add(checkpoint.resolve().name)
 
@@ -60,12 +64,12 @@ class CheckpointFolder:
     def find_own(self) -> Path | None:
         """Give the newest checkpoint of this training that verifies; None: none does. A collective."""
         if not self._options.is_run:
-            own = on_rank_zero(lambda: [str(path) for path in list_checkpoints(self.path) if self.is_own(path)])
-            return first_sound(reversed(own))
+            own_paths = on_rank_zero(lambda: [str(path) for path in list_checkpoints(self.path) if self.is_own(path)])
+            return first_sound(reversed(own_paths))
         try:
             return find_newest(self.path)
         except CheckpointError as error:
-            # A way back is asked for after an error, which the run raises if there is none.
+            # The caller looks for a way back after another error, and raises that one if there is none.
             if rank() == 0:
                 logger.warning("%s", error)
             return None
@@ -80,7 +84,7 @@ class CheckpointFolder:
         """Give the checkpoint of this path, or for True the newest of the folder that verifies. A collective.
 
         Raises:
-            CheckpointError: it is none, or it is damaged; or the folder has none that verifies.
+            CheckpointError: the path is no checkpoint, or a damaged one; or the folder has none that verifies.
         """
         if asked is True:
             return str(newest_of(self.path))
@@ -94,7 +98,7 @@ class CheckpointFolder:
     # ---- which ones stay ----
 
     def note_best(self) -> None:
-        """Name the checkpoint with the best metric so far in the Trainer's state, if there is one or will be."""
+        """Write the checkpoint with the best metric so far into the Trainer's state, if it exists or is to be saved."""
         state = self._training.state
         if not state.best_global_step:
             return
@@ -106,11 +110,13 @@ class CheckpointFolder:
     def keep(self) -> Keep | None:
         """Say which checkpoints stay after a save of this step; None: all."""
         limit, state = self._training.args.save_total_limit, self._training.state
-        # As in the original, 0 and less mean all.
-        keep: Keep | None = self._options.keep or (Keep(newest=limit) if limit and limit > 0 else None)
+        keep = self._options.keep
+        # As in the original, a limit of 0 or less keeps all.
+        if keep is None and limit is not None and limit > 0:
+            keep = Keep(newest=limit)
         if keep is None:
             return None
-        # Not only the latest steps: an earlier training that went further may have used the folder.
+        # Named, as they need not be the latest: an earlier training that went further may have used the folder.
         named = {self.path_of(state.global_step).name}
         if state.best_model_checkpoint is not None:
             named.add(Path(state.best_model_checkpoint).name)
@@ -118,7 +124,7 @@ class CheckpointFolder:
         return replace(keep, named=frozenset(named), held=frozenset() if uploader is None else uploader.held)
 
     def tidy(self) -> None:
-        """Remove what a run that was killed after its last save has left: no later save may come to do it."""
+        """Remove what a killed run has left in the folder; a later save would do so, but there may be none."""
         keep = self.keep()
         if self.path.is_dir():
             remove_unfinished(self.path)

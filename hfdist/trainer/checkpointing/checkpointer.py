@@ -6,6 +6,7 @@ import copy
 import logging
 import math
 import time
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import partial
@@ -62,7 +63,7 @@ class Checkpointer:
         self.log = SaveLog(training, options.uploader)
         self.files = FilesBeside(training, options)
         self.outer: OuterState | None = None
-        """State that the engine lacks; None: it has all."""
+        """Keeps what belongs to the training and the engine has not, as an island's state; None: there is none."""
         self.saver: Saver | None = None
         """Saves the checkpoints of a training; None before the first training."""
         self._is_prepared = False
@@ -85,6 +86,7 @@ class Checkpointer:
 
     @property
     def _begun_saver(self) -> Saver:
+        """The saver, once a training has begun."""
         assert self.saver is not None
         return self.saver
 
@@ -92,11 +94,12 @@ class Checkpointer:
 
     @property
     def _stem(self) -> str:
+        """Name of the files of weights, without their ending."""
         return ADAPTER_STEM if has_adapter(self._training.model) else MODEL_STEM
 
     @property
     def _names(self) -> HubNames | None:
-        """The tensors of the model's files; those of an adapter have PEFT's names already."""
+        """The names of tensors in the model's files; None: an adapter, whose tensors have PEFT's names already."""
         model = self._training.engine.model
         return None if has_adapter(model) else find_hub_names(model)
 
@@ -108,9 +111,11 @@ class Checkpointer:
         check_holds_whole(training.engine.weights(), training.strategy.whole, names)
 
     def pieces(self) -> Iterator[Piece]:
-        """List what is kept of tensors: all of the model, or its adapter alone; and the outer state."""
+        """List the pieces of tensors that this rank saves: of all the model or its adapter alone, and of `outer`."""
         pieces = self._training.engine.pieces()
-        return adapter_pieces(self._training.model, pieces if self.outer is None else self.outer.pieces(pieces))
+        if self.outer is not None:
+            pieces = self.outer.pieces(pieces)
+        return adapter_pieces(self._training.model, pieces)
 
     def progress_state(self) -> dict[str, object]:
         """Give what the step depends on besides tensors and data, as JSON; see `load_progress`."""
@@ -130,6 +135,7 @@ class Checkpointer:
             scaler.load_state_dict(state["loss_scaler"])
 
     def _state_of_run(self, cursor: Mapping[str, object] | None) -> dict[str, object]:
+        """Give what the manifest says of the run: its place in the data, its config and its held-out loss."""
         held_out_loss = held_out_loss_of(self._training.state)
         return {
             "cursor": cursor,
@@ -148,11 +154,11 @@ class Checkpointer:
 
     def _states_of_callbacks(self) -> dict[str, object]:
         """States of the callbacks by class, as the original Trainer has them; several of one class are a list."""
-        states: dict[str, list[object]] = {}
+        by_class: defaultdict[str, list[object]] = defaultdict(list)
         for callback in [*self._training.callbacks, self._training.control]:
             if isinstance(callback, ExportableState):
-                states.setdefault(type(callback).__name__, []).append(copy.deepcopy(callback.state()))
-        return {name: own if len(own) > 1 else own[0] for name, own in states.items()}
+                by_class[type(callback).__name__].append(copy.deepcopy(callback.state()))
+        return {name: states if len(states) > 1 else states[0] for name, states in by_class.items()}
 
     # ---- saving ----
 
@@ -167,19 +173,21 @@ class Checkpointer:
         cursor = self.data.merged_cursor()
         if cursor is not None:
             # Before the checkpoint: a run that goes on from it does not log this again.
-            self.log.write(
-                {
-                    f"data/{pool.name}/{name}": value
-                    for pool in self.data.reports_at(cursor)
-                    for name, value in pool._asdict().items()
-                    if name != "name"
-                }
-            )
+            self._log_data(cursor)
         self.folder.note_best()
         path = self.folder.path_of(self._training.state.global_step)
         self._save(path, cursor, begin, self.files.read(path.name))
         self.folder.add_own(path)
         return path
+
+    def _log_data(self, cursor: Cursor) -> None:
+        """Log how much was read of each pool of documents."""
+        figures: dict[str, float] = {}
+        for report in self.data.reports_at(cursor):
+            values = report._asdict()
+            pool = values.pop("name")
+            figures |= {f"data/{pool}/{name}": value for name, value in values.items()}
+        self.log.write(figures)
 
     def prepare(self) -> None:
         """Let the saver make its plan and its memory, once there is all that a checkpoint holds, before one is due."""
@@ -187,8 +195,11 @@ class Checkpointer:
             return
         self._is_prepared = True
         args, state = self._training.args, self._training.state
-        intervals = [state.save_steps] if args.save_strategy == SaveStrategy.STEPS else []
-        intervals += [] if self._options.replicate_every is None else [self._options.replicate_every]
+        intervals = []
+        if args.save_strategy == SaveStrategy.STEPS:
+            intervals.append(state.save_steps)
+        if self._options.replicate_every is not None:
+            intervals.append(self._options.replicate_every)
         # A save at the end hinders no step, and islands make their pieces at a save.
         hinders = any(state.global_step + every < state.max_steps for every in intervals)
         if hinders and self.saver is not None and self.outer is None:
@@ -214,14 +225,17 @@ class Checkpointer:
         self.data.count()
         if self.outer is not None:
             self.outer.before_save()
-        # On rank 0 alone, which writes them; now, as training goes on meanwhile.
-        at, lanes = (None, None) if cursor is None or rank() != 0 else cursor.to_columns()
+        cursor_values, lanes = None, None
+        if cursor is not None and rank() == 0:
+            # Rank 0 alone writes them. They are copied now, because the training goes on while a thread writes.
+            cursor_values, lanes = cursor.to_columns()
         progress = self._trainer_state()
 
         def write_files(folder: Path, is_replica: bool) -> None:
-            for name, content in () if is_replica else files.items():
-                (folder / name).parent.mkdir(parents=True, exist_ok=True)
-                (folder / name).write_bytes(content)
+            if not is_replica:
+                for name, content in files.items():
+                    (folder / name).parent.mkdir(parents=True, exist_ok=True)
+                    (folder / name).write_bytes(content)
             progress.log_history = newest_entries(progress.log_history)
             progress.save_to_json(str(folder / TRAINER_STATE))
             if lanes is not None:
@@ -232,7 +246,7 @@ class Checkpointer:
             path,
             step=step,
             pieces=self.pieces(),
-            state=self.progress_state() | self._state_of_run(at),
+            state=self.progress_state() | self._state_of_run(cursor_values),
             write_files=write_files,
             keep=self.folder.keep(),
             begin_seconds=begin_seconds,
@@ -272,7 +286,7 @@ class Checkpointer:
         )
 
     def flag(self) -> int:
-        """1 if this rank knows of a save that has failed, else 0. Any one rank may call it."""
+        """Give 1 if this rank knows of a save that has failed, else 0. Any one rank may call it."""
         self._log_saves()
         return int(self.saver is not None and self.saver.has_failed)
 
@@ -300,7 +314,9 @@ class Checkpointer:
         """Put weights, optimizer, schedule, loss scale and stream back to where `path` left them."""
         replicas = self._options.replicas
         is_replica = replicas is not None and replicas.holds(path)
-        ledger = RunFolder(self.folder.path.parent if is_replica else path.resolve().parent.parent).ledger
+        # A replica lies in memory, outside the run's folder; a checkpoint may be of another run's folder.
+        run_folder = self.folder.path.parent if is_replica else path.resolve().parent.parent
+        ledger = RunFolder(run_folder).ledger
         # Before the weights: other data may have made another tokenizer, and so a larger model.
         lanes = self.data.check(path, ledger)
         state = self.restore_weights(path)
@@ -311,7 +327,11 @@ class Checkpointer:
         on_rank_zero(self.folder.tidy)
 
     def restore_weights(self, path: Path) -> dict[str, Any]:
-        """Read weights and optimizer state into the engine; give the rest of the state. No resume by itself."""
+        """Read weights and optimizer state into the engine, and give the rest of the state, which it leaves alone.
+
+        Raises:
+            CheckpointError: the checkpoint cannot be read, or does not fit the model.
+        """
         replicas = self._options.replicas
         if replicas is None or not replicas.holds(path):
             state = read_checkpoint(path, self.pieces(), names=self._names)
@@ -319,7 +339,7 @@ class Checkpointer:
             try:
                 state = read_checkpoint(path, self.pieces(), partial(replicas.fetch, path), self._names)
             except (CheckpointError, OSError) as error:
-                # Otherwise each start would fail like this one.
+                # The next start must not choose it again, and fail like this one.
                 replicas.give_up(path)
                 what, hint = "a replica in memory cannot be read", "the same command starts from the disk"
                 raise CheckpointError(what, where=str(path), found=error, hint=hint) from error

@@ -18,7 +18,7 @@ class DataProgress:
     """Reads and sets the place of a Trainer's token stream; for other data it has nothing to do.
 
     Args:
-        training: of the Trainer.
+        training: the handle on the Trainer.
         islands: settings of an island, which reads the data with others; None: it trains alone.
     """
 
@@ -26,13 +26,16 @@ class DataProgress:
         self._training, self._islands = training, islands
 
     def merged_cursor(self) -> Cursor | None:
-        """Give the cursor of the whole stream: each data rank knows only its own lanes. A collective."""
+        """Give the cursor of the whole stream, merged from those of the data ranks; None: no stream. A collective."""
         stream = self._training.stream
         if stream is None:
             return None
-        readers = 1 if self._islands is None or stream.shares is not None else self._islands.shares
-        of_ranks = map(Cursor.from_bytes, gather_texts(stream.cursor().to_bytes(), None))
-        return Cursor.merge(list(of_ranks), readers=readers)
+        # Islands of a parameter server read one stream together, and this island sees its own part alone.
+        num_readers = 1
+        if self._islands is not None and stream.shares is None:
+            num_readers = self._islands.shares
+        cursors = [Cursor.from_bytes(text) for text in gather_texts(stream.cursor().to_bytes(), None)]
+        return Cursor.merge(cursors, readers=num_readers)
 
     def reports(self) -> list[PoolReport]:
         """Say how much of each pool of documents the run has read. A collective."""
@@ -56,13 +59,15 @@ class DataProgress:
         on_all_ranks(lambda: None if ledger is None else ledger.flush())
 
     def count(self) -> None:
-        """Count what was read so far to the checkpoint of this step."""
-        if (ledger := self._ledger) is not None:
+        """Let the checkpoint of this step count all that was read so far."""
+        ledger = self._ledger
+        if ledger is not None:
             ledger.count()
 
     def write_counted(self) -> None:
         """Write down what the checkpoint counts, before there is one; a resume cuts off what comes after the last."""
-        if (ledger := self._ledger) is not None:
+        ledger = self._ledger
+        if ledger is not None:
             ledger.write_counted()
 
     # ---- resuming ----
@@ -71,8 +76,8 @@ class DataProgress:
         """Check that the data are those of a checkpoint; give where each lane stood. A collective.
 
         Args:
-            checkpoint: its path.
-            folder: of the records of what was read; one that is missing is none.
+            checkpoint: path of the checkpoint.
+            folder: path of the ledger, which may be missing.
         """
         stream = self._training.stream
         if stream is None:
@@ -95,5 +100,5 @@ class DataProgress:
 
 
 def _if_there(folder: Path) -> Path | None:
-    # From Python there is none, except one that the stream was given.
+    """Give the path of a ledger that exists; None: a program's stream has none unless it was given one."""
     return folder if folder.is_dir() else None

@@ -52,7 +52,7 @@ def write_hub_files(model: Any, tokenizer: Any, folder: Path) -> None:
         try:
             generation.save_pretrained(folder)
         except ValueError as error:
-            # Some Hub models carry one that transformers itself refuses to write; weights must not be lost over it.
+            # transformers refuses to write some generation configs of the Hub; weights must not be lost over it.
             logger.warning("generation_config.json is left out: %s", first_line(error))
     if tokenizer is not None:
         _save_tokenizer(tokenizer, folder)

@@ -19,7 +19,7 @@ class SaveLog:
     """Logs saves on rank 0. Any one rank may call its methods.
 
     Args:
-        training: of the Trainer.
+        training: the handle on the Trainer.
         uploader: sends each checkpoint to a mirror, on rank 0; None: there is none, or this is another rank.
     """
 

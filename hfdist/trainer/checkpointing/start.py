@@ -25,31 +25,36 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Start:
-    """Where a run begins."""
+    """The place where a run begins, and what differs from the run that wrote the checkpoint there."""
 
     checkpoint: str | None
     """Path of the checkpoint; None: the run begins at step 0."""
     goes_on: bool
-    """Whether the checkpoint is one of this run, whose lines then go on."""
+    """Whether the checkpoint is one of this run, whose files of metrics then go on."""
     in_memory: bool
     """Whether the checkpoint is a replica in memory."""
     changes: list[str]
-    """Changes of the config since the checkpoint."""
+    """Changes of the config since the checkpoint, a line of text each."""
     passed_over: list[str]
-    """Replicas that could not be used, and why."""
+    """Replicas that could not be used, and why, a line of text each."""
 
 
 def open_replicas(config: RunConfig) -> Replicas | None:
-    """Find the replicas of the run in memory; None: it wants none, and those of earlier starts never count again."""
+    """Find the replicas of the run in memory; None: the config asks for none."""
     checkpoints = config.run.folder.checkpoints
     if config.checkpoint.replicate_every is None:
+        # Replicas of an earlier start must not come back at a later one: the run goes on without them.
         on_rank_zero(lambda: (checkpoints / NAMES_FILE).unlink(missing_ok=True))
         return None
     return Replicas(Path(config.checkpoint.replicate_dir), checkpoints)
 
 
 def find_start(config: RunConfig, replicas: Replicas | None) -> Start:
-    """Find where the run begins: from the newest replica in memory, if no checkpoint is newer, or from the disk."""
+    """Find where the run begins: from the newest replica in memory, if no checkpoint is newer, or from the disk.
+
+    Raises:
+        CheckpointError: the named checkpoint is damaged, or the config has a change that is not allowed.
+    """
     resume, checkpoints = config.checkpoint.resume, config.run.folder.checkpoints
     # A run that began from a path continues from its own checkpoints: launchers and schedulers repeat the command.
     goes_on_here = resume != "never" and (resume == "auto" or not lies_in(Path(resume), checkpoints))
@@ -63,7 +68,7 @@ def find_start(config: RunConfig, replicas: Replicas | None) -> Start:
         verify_together(Path(resume))
 
     def compare() -> list[str]:
-        # Again: the checkpoint that verifies may be older than the newest one.
+        # `check_resume` has compared the newest one, and the one that verifies may be older.
         return [] if found is None else [str(change) for change in _changes_since(found, config)]
 
     changes = on_rank_zero(compare)
@@ -85,24 +90,29 @@ def _find_newest(replicas: Replicas | None, checkpoints: Path) -> Path | None:
     """Give the newest replica or checkpoint that verifies."""
     if replicas is None:
         return find_newest(checkpoints)
-    # Not verified yet: that takes the time which a replica saves.
+    # The checkpoints are not verified yet: that takes the time which a replica saves.
     newest = on_rank_zero(lambda: max((step_of(path.name) for path in list_checkpoints(checkpoints)), default=0))
-    if (replica := replicas.find(at_least=newest)) is not None:
+    replica = replicas.find(at_least=newest)
+    if replica is not None:
         return replica
     on_disk = find_newest(checkpoints)
-    step = 0 if on_disk is None else step_of(on_disk.name)
-    # The newest on the disk may be damaged.
-    return (replicas.find(at_least=step + 1) if step < newest else None) or on_disk
+    sound_step = 0 if on_disk is None else step_of(on_disk.name)
+    if sound_step < newest:
+        # The newest on the disk is damaged, and a replica may be newer than the one that verifies.
+        replica = replicas.find(at_least=sound_step + 1)
+    return on_disk if replica is None else replica
 
 
 def lies_in(checkpoint: Path, folder: Path) -> bool:
-    """Whether a checkpoint is one of those of a folder."""
-    # The path itself may lie there, or what it links to.
+    """Whether a checkpoint lies in a folder: its path, or what the path links to."""
     return folder.resolve() in (checkpoint.parent.resolve(), checkpoint.resolve().parent)
 
 
 def _changes_since(checkpoint: Path, config: RunConfig) -> list[Change]:
-    """Compare the config with that of a checkpoint; a checkpoint that was made from Python may have none."""
+    """List the changes of the config since a checkpoint; none for one from Python, which has no config.
+
+    CheckpointError: a change is not allowed.
+    """
     before = read_state(checkpoint).get("config")
     changes = [] if before is None else find_changes(before, to_values(config))
     check_changes(changes, allowed=config.checkpoint.allow_changes, where=str(checkpoint))
@@ -112,7 +122,10 @@ def _changes_since(checkpoint: Path, config: RunConfig) -> list[Change]:
 
 
 def _check_share(before: Mapping[str, Any], config: RunConfig, checkpoint: Path) -> None:
-    """Refuse a checkpoint that does not know where the lanes stand that are read here."""
+    """Refuse a checkpoint that knows the places in the data of another island alone.
+
+    `before` is the section `islands` of the checkpoint's config.
+    """
     count, index, islands = before.get("count", 1), before.get("index", 0), config.islands
     has_share = count > 1 and before.get("method") == IslandMethod.parameter_server.name
     is_alike = islands.method is IslandMethod.parameter_server and (islands.shares, islands.index) == (count, index)

@@ -1,4 +1,4 @@
-"""What `evaluate.*` adds to a Trainer: samples, metrics and early stopping."""
+"""Makes what the keys `evaluate.*` add to a Trainer: samples, metrics and early stopping."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 
 
 def check_named(config: RunConfig, topology: Topology) -> None:
-    """Check that the metrics and tasks that are named exist; ConfigError: one does not, or is not installed."""
+    """Check that the metrics and lm-eval tasks of the config exist; ConfigError: one does not, or is not installed."""
     load_metrics(config.evaluate.metrics)
     if config.evaluate.lm_eval:
         lm_eval.check(config.evaluate, lists_tasks=topology.is_main)
@@ -55,15 +55,20 @@ def make_evaluators(
     arguments: TrainingArguments,
     topology: Topology,
 ) -> tuple[list[Measure], list[TrainerCallback]]:
-    """Give what evaluations of the held-out set measure besides the loss, and the callbacks that belong to it."""
+    """Give what evaluations of the held-out set measure besides the loss, and the callbacks that belong to it.
+
+    Raises:
+        ConfigError: a prompt or a metric that cannot be used.
+        DataError: no held-out document can be continued.
+    """
     evaluate = config.evaluate
     measures: list[Measure] = []
     callbacks: list[TrainerCallback] = []
     if held_out is None:
         return measures, callbacks
     if evaluate.prompts or evaluate.metrics:
-        limits, rows = find_limits(model, tokenizer, evaluate.max_new_tokens), arguments.per_device_eval_batch_size
-        generate = _make_generate(config, model, limits, topology, rows)
+        limits = find_limits(model, tokenizer, evaluate.max_new_tokens)
+        generate = _make_generate(config, model, limits, topology, arguments.per_device_eval_batch_size)
     if evaluate.prompts:
         if config.task.name.traits.head is Head.targets:
             ids = [PairEncoder(tokenizer, config.data.pairs).source(prompt) for prompt in evaluate.prompts]
@@ -86,6 +91,7 @@ def make_evaluators(
 def _make_generate(
     config: RunConfig, model: PreTrainedModel, limits: GenerationLimits, topology: Topology, rows_at_once: int
 ) -> Generate:
+    """Give the function that continues prompts, or writes the targets of sources with an encoder-decoder."""
     if config.task.name.traits.head is Head.targets:
         return partial(write_targets, limits=limits, model=model, topology=topology, rows_at_once=rows_at_once)
     uses_cache = can_use_cache(model, topology)
@@ -93,9 +99,9 @@ def _make_generate(
 
 
 def num_without_improvement(losses: Sequence[float], min_delta: float) -> int:
-    """Count the last evaluations that were not lower than the best before them, by `min_delta` at least.
+    """Count the evaluations since the last new best: a loss that is lower than the best before by `min_delta` or more.
 
-    A loss that is not finite is no improvement. A smaller improvement is no new best, so that many of them add up.
+    A loss that is not finite is no new best. A smaller improvement is none either, so many small ones add up to one.
     """
     best, since = float("inf"), 0
     for loss in losses:
@@ -107,30 +113,32 @@ def num_without_improvement(losses: Sequence[float], min_delta: float) -> int:
 
 
 def is_out_of_patience(state: TrainerState, evaluate: EvaluateConfig) -> bool:
-    """Whether the training is over by `evaluate.patience`."""
-    return evaluate.patience is not None and (
-        num_without_improvement(newest_losses(state.log_history), evaluate.min_delta) >= evaluate.patience
-    )
+    """Whether so many evaluations in a row brought no new best as `evaluate.patience` allows."""
+    if evaluate.patience is None:
+        return False
+    losses = newest_losses(state.log_history)
+    return num_without_improvement(losses, evaluate.min_delta) >= evaluate.patience
 
 
 class EarlyStopping(TrainerCallback):
     """Ends the training on all ranks after the same evaluation: all have the same losses.
 
-    transformers' own keeps a counter: checkpoints would have to hold it, and a rollback would have to reset it. This
-    one counts in `state.log_history`, which both keep right. `patience` is below `NUM_ENTRIES`.
+    transformers' own callback keeps a counter: checkpoints would have to hold it, and a rollback would have to reset
+    it. This one counts in `state.log_history`, which both keep right, and which always holds more than `patience`
+    evaluations.
     """
 
     def __init__(self, evaluate: EvaluateConfig) -> None:
         self._evaluate = evaluate
 
     def on_train_begin(self, args: object, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
-        """A run that goes on where it had stopped is over."""
+        """End at once a run that goes on from where it had stopped."""
         control.should_training_stop |= is_out_of_patience(state, self._evaluate)
 
     def on_evaluate(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
-        """Stop, with a checkpoint."""
+        """Stop, with a checkpoint, once the patience is used up."""
         if not is_out_of_patience(state, self._evaluate) or state.global_step >= state.max_steps:
             return
         control.should_training_stop = True

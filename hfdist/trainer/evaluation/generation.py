@@ -1,4 +1,4 @@
-"""What an evaluation does with greedy continuations: of fixed prompts, for people; of held-out ones, with metrics."""
+"""Measures with greedy continuations: of fixed prompts, for people to read, and of held-out ones, for metrics."""
 
 from __future__ import annotations
 
@@ -26,18 +26,26 @@ from hfdist.trainer.step.step_lines import StepLines
 logger = logging.getLogger(__name__)
 
 GROUP = "hfdist.metrics"
-"""Group of entry points, in a package's pyproject.toml: `[project.entry-points."hfdist.metrics"]`."""
+"""Group of the entry points of metrics, in a package's pyproject.toml: `[project.entry-points."hfdist.metrics"]`."""
 _RESERVED = re.compile(r"(.*_)?loss|perplexity|tokens|runtime|.*_per_second|model_preparation_time")
-"""Names of figures that each evaluation has."""
+"""Names of figures that each evaluation has, so no metric may have them."""
 
 Generate = Callable[[Sequence[Sequence[int]], Forward], list[list[int]]]
-"""(prompts, forward) -> their continuations, on all ranks. All ranks call it."""
+"""A function of the prompts' tokens and of a forward in the layout: gives the new tokens of each prompt on all ranks.
+
+All ranks call it.
+"""
 
 
 class PromptSamples(StepLines):
     """Lets the model continue fixed prompts at each evaluation, and writes the texts into samples.jsonl.
 
-    `ids` are the tokens of each prompt: see `encode_prompts`.
+    Args:
+        path: the file of samples.
+        tokenizer: turns the new tokens into text.
+        generate: continues prompts.
+        prompts: text of each prompt.
+        ids: tokens of each prompt, as `encode_prompts` gives them.
     """
 
     def __init__(
@@ -55,12 +63,12 @@ class PromptSamples(StepLines):
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: object
     ) -> None:
-        """Open the file."""
+        """Open the file, and keep the state, which tells the step of an evaluation."""
         self._state = state
         super().on_train_begin(args, state, control)
 
     def __call__(self, forward: Forward, prefix: str) -> dict[str, float | None]:
-        """Continue, write and log; gives no figure."""
+        """Continue the prompts, write and log the texts; give no figure."""
         step = self._state.global_step
         for prompt, ids in zip(self._prompts, self._generate(self._ids, forward), strict=True):
             text = self._tokenizer.decode(ids, skip_special_tokens=True)
@@ -72,7 +80,11 @@ class PromptSamples(StepLines):
 def encode_prompts(
     tokenizer: PreTrainedTokenizerBase, prompts: Sequence[str], chat: Chat, rendering: ChatConfig
 ) -> list[list[int]]:
-    """Give the token ids of each prompt: as a user's message with the beginning of an answer, or as plain text."""
+    """Give the token ids of each prompt: as a user's message with the beginning of an answer, or as plain text.
+
+    Raises:
+        ConfigError: the tokenizer has no chat template where one is asked for, or its template refuses a prompt.
+    """
     if chat is Chat.always and not tokenizer.chat_template:
         hint = "evaluate.chat=auto, or a tokenizer with a chat template"
         raise ConfigError("the tokenizer has no chat template", where="evaluate.chat", found=chat.value, hint=hint)
@@ -80,8 +92,10 @@ def encode_prompts(
     if chat is Chat.never or not tokenizer.chat_template:
         for prompt in prompts:
             ids = list(tokenizer(prompt)["input_ids"])
-            # Some tokenizers put an end-of-text token after each text.
-            encoded.append(ids[:-1] if len(ids) > 1 and ids[-1] == tokenizer.eos_token_id else ids)
+            # Some tokenizers put an end-of-text token after each text: nothing would follow it.
+            if len(ids) > 1 and ids[-1] == tokenizer.eos_token_id:
+                del ids[-1]
+            encoded.append(ids)
         return encoded
     template = ChatTemplate(tokenizer, rendering)
     system = [] if rendering.system is None else [{"role": "system", "content": rendering.system}]
@@ -97,36 +111,40 @@ def encode_prompts(
 
 
 Metric = Callable[[Sequence[Generation]], float | Mapping[str, float]]
-"""One figure, reported as `eval_<name>`, or several: `eval_<name>_<key>`. Called on rank 0."""
+"""A function that gives one figure of texts, reported as `eval_<name>`, or several by key: `eval_<name>_<key>`.
+
+Rank 0 alone calls it.
+"""
 
 
 def exact_match(generations: Sequence[Generation]) -> float:
-    """Share of the texts that are their references, but for space around them."""
+    """Give the share of texts that equal their references, without the space around both; from 0 to 1."""
     return sum(one.text.strip() == one.reference.strip() for one in generations) / len(generations)
 
 
 def word_f1(generations: Sequence[Generation]) -> float:
-    """Mean harmonic mean of precision and recall of words, in any order."""
+    """Give the mean F1 of the texts' words against those of their references, in any order; from 0 to 1."""
     return sum(_f1(one.text.split(), one.reference.split()) for one in generations) / len(generations)
 
 
 def _f1(words: list[str], wanted: list[str]) -> float:
+    """Give the harmonic mean of precision and recall: 2 common / (all words + all wanted); two empty texts: 1."""
     if not words or not wanted:
         return float(words == wanted)
     common = (Counter(words) & Counter(wanted)).total()
     return 2 * common / (len(words) + len(wanted))
 
 
-# Known without entry points, which a checkout that is not installed anew does not have.
 BUILT_IN: Mapping[str, Metric] = MappingProxyType({"exact_match": exact_match, "word_f1": word_f1})
+"""hfdist's own metrics by name: no entry points, as a checkout that was installed earlier would not have new ones."""
 
 
 def load_metrics(names: Sequence[str]) -> dict[str, Metric]:
-    """Find metrics by name, and import the packages that offer them."""
-    taken = next(filter(_RESERVED.fullmatch, names), None)
-    if taken is not None:
-        what = "a metric of this name would take the place of a figure that each evaluation has"
-        raise ConfigError(what, where="evaluate.metrics", found=taken, hint="another name for its entry point")
+    """Find metrics by name, and import the packages that offer them; ConfigError: an unknown or reserved name."""
+    for name in names:
+        if _RESERVED.fullmatch(name):
+            what = "a metric of this name would take the place of a figure that each evaluation has"
+            raise ConfigError(what, where="evaluate.metrics", found=name, hint="another name for its entry point")
     return {name: BUILT_IN[name] if name in BUILT_IN else _load(name) for name in names}
 
 
@@ -138,9 +156,11 @@ def _load(name: str) -> Metric:
 
 
 def compute(name: str, metric: Metric, generations: Sequence[Generation]) -> dict[str, float]:
-    """Give a metric's figures by full names, without touching the generators that training draws from.
+    """Give a metric's figures by name, without touching the generators that training draws from.
 
-    Whatever the metric raises comes out, and a TypeError or ValueError if it does not give numbers.
+    Raises:
+        Exception: whatever the metric raises.
+        TypeError, ValueError: the metric does not give numbers.
     """
     with keeping_generators():
         value = metric(generations)
@@ -153,7 +173,13 @@ class GenerationMetrics:
     """Lets the model continue held-out prompts at each evaluation, and gives the texts to metrics.
 
     A metric that fails is logged, and its figure left out: the training goes on, since no loss depends on it.
-    Continuations and references have at most `max_new_tokens`.
+
+    Args:
+        tokenizer: turns tokens into text.
+        generate: continues prompts.
+        examples: held-out prompts with their references.
+        metrics: metrics by name.
+        max_new_tokens: the most tokens of a continuation; references are cut to as many.
     """
 
     def __init__(
@@ -168,20 +194,20 @@ class GenerationMetrics:
         self._max_new_tokens = max_new_tokens
 
     def __call__(self, forward: Forward, prefix: str) -> dict[str, float | None]:
-        """Give `eval_<metric>`, computed on rank 0, on all ranks."""
+        """Give the figures as `eval_<metric>` on all ranks; rank 0 computes them. None: the metric has failed."""
         continued = self._generate([example.prompt for example in self._examples], forward)
         figures: dict[str, float | None] = on_rank_zero(lambda: self._compute(continued))
         return {f"{prefix}_{name}": value for name, value in figures.items()}
 
     def _compute(self, continued: list[list[int]]) -> dict[str, float | None]:
-        def text(ids: Sequence[int]) -> str:
+        def decode(ids: Sequence[int]) -> str:
             return str(self._tokenizer.decode(list(ids), skip_special_tokens=True))
 
         generations = [
             Generation(
-                prompt=text(example.prompt),
-                text=text(ids),
-                reference=text(example.reference[: self._max_new_tokens]),
+                prompt=decode(example.prompt),
+                text=decode(ids),
+                reference=decode(example.reference[: self._max_new_tokens]),
                 columns=example.columns,
             )
             for example, ids in zip(self._examples, continued, strict=True)
@@ -190,7 +216,7 @@ class GenerationMetrics:
         for name, metric in self._metrics.items():
             try:
                 figures |= compute(name, metric, generations)
-            except Exception as error:  # whatever a metric raises
+            except Exception as error:  # a metric is somebody else's code, and may raise anything
                 logger.warning("the metric %s fails: %s: %s", name, type(error).__name__, error)
                 figures[name] = None
         return figures

@@ -1,6 +1,6 @@
-"""EleutherAI's evaluation harness on the exported model, in a process of its own: see lm_eval_child.py.
+"""Runs EleutherAI's evaluation harness on the exported model, in a child process (lm_eval_child.py).
 
-In this one it would take the ranks' process group for its own.
+In this process the harness would use the process group of the ranks.
 """
 
 from __future__ import annotations
@@ -26,11 +26,15 @@ logger = logging.getLogger(__name__)
 
 
 class HarnessError(Exception):
-    """The harness has failed; its own words."""
+    """An error of the harness, with the harness's own message."""
 
 
 def check(evaluate: EvaluateConfig, *, lists_tasks: bool) -> None:
-    """Check that the package is there, and with `lists_tasks`, which takes some seconds, that it has the tasks."""
+    """Check that lm_eval is installed; with `lists_tasks`, which takes some seconds, also that it has the tasks.
+
+    Raises:
+        ConfigError: it is not installed, cannot list its tasks, or lacks one of them.
+    """
     if importlib.util.find_spec("lm_eval") is None:
         what, hint = "the evaluation harness is not installed", "pip install lm-eval, or evaluate.lm_eval=[]"
         raise ConfigError(what, where="evaluate.lm_eval", found=", ".join(evaluate.lm_eval), hint=hint)
@@ -65,7 +69,7 @@ def measure(folder: Path, config: RunConfig, *, device: object) -> dict[str, obj
 
 
 def _run_child(function: str, arguments: Mapping[str, object]) -> Any:
-    """Call a function of lm_eval_child.py in a process of its own."""
+    """Call a function of lm_eval_child.py in a child process, and give its answer; HarnessError: there is none."""
     environment = without_launcher(os.environ)
     with tempfile.TemporaryDirectory() as folder:
         answer = Path(folder) / "answer.json"
@@ -78,36 +82,35 @@ def _run_child(function: str, arguments: Mapping[str, object]) -> Any:
             errors="replace",
             check=False,
         )
-        said: dict[str, Any] = {}
-        # A disk that is full leaves a part of the answer.
+        reply: dict[str, Any] = {}
+        # FileNotFoundError: the child was killed, or has crashed. ValueError: a full disk has left a part of the file.
         with suppress(FileNotFoundError, ValueError):
-            said = json.loads(answer.read_text(encoding="utf-8"))
-        if "answer" not in said:
+            reply = json.loads(answer.read_text(encoding="utf-8"))
+        if "answer" not in reply:
             logger.debug("the evaluation harness says:\n%s", child.stderr)
-            # Without an answer the process was killed, or has crashed.
-            last = child.stderr.strip().rpartition("\n")[2]
-            raise HarnessError(said.get("error") or last or f"it has ended with {child.returncode}")
-        return said["answer"]
+            _, _, last_line = child.stderr.strip().rpartition("\n")
+            raise HarnessError(reply.get("error") or last_line or f"it has ended with {child.returncode}")
+        return reply["answer"]
 
 
 def figures(results: Mapping[str, Any]) -> dict[str, float]:
     """Give all numbers of the results as `lm_eval/<task>/<metric>`, without the filter `none`."""
-    return {
-        f"lm_eval/{task}/{name.removesuffix(',none')}": float(value)
-        for task, metrics in results["results"].items()
-        for name, value in metrics.items()
-        if isinstance(value, (int, float))
-        and not isinstance(value, bool)
-        # The number of rows, which the harness puts beside the metrics.
-        and name != "sample_len"
-    }
+    found: dict[str, float] = {}
+    for task, metrics in results["results"].items():
+        for name, value in metrics.items():
+            is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+            # "sample_len" is the number of rows, which the harness puts beside the metrics.
+            if is_number and name != "sample_len":
+                found[f"lm_eval/{task}/{name.removesuffix(',none')}"] = float(value)
+    return found
 
 
-def table(figures: Mapping[str, float]) -> str:
-    """Lines of task, metric and number, for people."""
-    rows = [key.removeprefix("lm_eval/").rpartition("/") for key in figures]
-    widths = [max((len(row[column]) for row in rows), default=0) for column in (0, 2)]
-    return "\n".join(
-        f"  {task:<{widths[0]}}  {metric:<{widths[1]}}  {value:.4f}"
-        for (task, _, metric), value in zip(rows, figures.values(), strict=True)
-    )
+def table(values: Mapping[str, float]) -> str:
+    """Give what `figures` gives as a text of lines, each with task, metric and number."""
+    rows = []
+    for key, value in values.items():
+        task, _, metric = key.removeprefix("lm_eval/").rpartition("/")
+        rows.append((task, metric, value))
+    task_width = max((len(task) for task, _, _ in rows), default=0)
+    metric_width = max((len(metric) for _, metric, _ in rows), default=0)
+    return "\n".join(f"  {task:<{task_width}}  {metric:<{metric_width}}  {value:.4f}" for task, metric, value in rows)

@@ -6,7 +6,7 @@ import logging
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import chain
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -25,42 +25,53 @@ from hfdist.trainer.training import Training
 logger = logging.getLogger(__name__)
 
 _LARGEST_EXPONENT = 700.0
-"""The largest exponent of a perplexity, which a float can hold."""
+"""The largest exponent of a perplexity: a float can hold e^700, and not e^710."""
+
+
+class _Told(NamedTuple):
+    """A figure that the log tells of an evaluation."""
+
+    name: str
+    """Name of the figure without its prefix, as in `eval_`."""
+    label: str
+    form: str
+    """Format of the value."""
+
 
 _TOLD = (
-    ("loss", "loss", "{:.4f}"),
-    ("perplexity", "perplexity", "{:.1f}"),
-    ("reward", "reward", "{:.4f}"),
-    ("completion_tokens", "tokens of an answer", "{:.1f}"),
-    ("rewards/accuracies", "accuracy", "{:.1%}"),
-    ("accuracies", "accuracy", "{:.1%}"),
-    ("rewards/margins", "margin", "{:.4f}"),
-    ("margins", "margin", "{:.4f}"),
-    ("recall_at_1", "recall@1", "{:.1%}"),
-    ("mrr", "MRR", "{:.4f}"),
-    ("spearman", "rank correlation", "{:.4f}"),
-    ("accuracy", "accuracy", "{:.1%}"),
-    ("f1", "F1", "{:.4f}"),
+    _Told("loss", "loss", "{:.4f}"),
+    _Told("perplexity", "perplexity", "{:.1f}"),
+    _Told("reward", "reward", "{:.4f}"),
+    _Told("completion_tokens", "tokens of an answer", "{:.1f}"),
+    _Told("rewards/accuracies", "accuracy", "{:.1%}"),
+    _Told("accuracies", "accuracy", "{:.1%}"),
+    _Told("rewards/margins", "margin", "{:.4f}"),
+    _Told("margins", "margin", "{:.4f}"),
+    _Told("recall_at_1", "recall@1", "{:.1%}"),
+    _Told("mrr", "MRR", "{:.4f}"),
+    _Told("spearman", "rank correlation", "{:.4f}"),
+    _Told("accuracy", "accuracy", "{:.1%}"),
+    _Told("f1", "F1", "{:.4f}"),
 )
-"""Figures that are told, if there are any: end of the name, words, format."""
+"""Figures that are told in this order, those that an evaluation has."""
 
 
 class Measure(Protocol):
-    """What else is measured at an evaluation."""
+    """A function that measures something besides the loss at an evaluation."""
 
     def __call__(self, forward: Forward, prefix: str) -> dict[str, float | None]:
-        """Give figures by full names such as `eval_exact_match`; on all ranks the same. Called on all ranks."""
+        """Give figures by full names such as `eval_exact_match`, the same on all ranks. All ranks call it."""
 
 
 class Evaluator:
     """Evaluates the model of a Trainer that has an engine.
 
     Args:
-        training: of the Trainer.
-        weighted_loss: of its batches.
+        training: the handle on the Trainer.
+        weighted_loss: computes the losses of batches, and the number of their targets.
         find_convention: finds out, once, what the loss of batches like this one counts.
-        objective: what is trained in place of the model's own loss; None: that one.
-        measures: what else is measured.
+        objective: the loss that is trained in place of the model's own; None: the model's own is trained.
+        measures: functions that measure something besides the loss.
     """
 
     def __init__(
@@ -83,7 +94,7 @@ class Evaluator:
         Args:
             batches: a loader, or anything that gives batches; for several held-out sources one each, by name. All ranks
                 have equally many batches, since ZeRO-3's forwards are collectives.
-            prefix: of the figures' names.
+            prefix: first part of the figures' names, such as "eval".
         """
         loaders = batches if isinstance(batches, Mapping) else {"": batches}
         with evaluating(self._training) as forward:
@@ -98,12 +109,15 @@ class Evaluator:
     def _loss_figures(
         self, loaders: Mapping[str, Iterable[Batch]], forward: Forward, prefix: str
     ) -> dict[str, float | int]:
-        """Measure the loss of all sources and of each, and what the objective measures besides; no labels: no loss."""
+        """Give the mean loss of all sources together and of each named one, and the objective's figures.
+
+        Where batches have no labels, there are no figures.
+        """
         objective = self._objective
         if objective is not None:
             objective.begin_evaluation(chain.from_iterable(loaders.values()), forward)
             if objective.evaluates_itself:
-                return self._figures_of_itself(objective, forward, prefix)
+                return self._evaluate_examples(objective, forward, prefix)
         sums = self._sum_losses(loaders, forward)
         if sums is None:
             names = " and ".join(self._training.trainer.label_names)
@@ -123,7 +137,7 @@ class Evaluator:
                 figures[f"{prefix}_{name}_loss"] = part_total / part_count if part_count else math.nan
         return figures
 
-    def _figures_of_itself(self, objective: Objective, forward: Forward, prefix: str) -> dict[str, float | int]:
+    def _evaluate_examples(self, objective: Objective, forward: Forward, prefix: str) -> dict[str, float | int]:
         """Give the figures of an objective that evaluates examples in place of batches."""
         losses = objective.evaluate(forward)
         self._num_rows = len(losses)
@@ -139,16 +153,18 @@ class Evaluator:
         training, trainer, objective = self._training, self._training.trainer, self._objective
         sums = torch.zeros((len(loaders), 2), dtype=torch.float64, device=training.args.device)
         is_labelled, num_rows = True, 0
-        for of_source, loader in zip(sums, loaders.values(), strict=True):
+        for source_sums, loader in zip(sums, loaders.values(), strict=True):
             trainer.callback_handler.eval_dataloader = loader
             for batch in loader:
                 num_rows += num_counted_rows(batch)
-                batch = batch if objective is None else objective.prepare(batch)
+                if objective is not None:
+                    batch = objective.prepare(batch)
                 is_labelled = is_labelled and self._gives_loss(batch)
                 if is_labelled:
                     self._find_convention(batch, forward)
                     for total, count in forward(batch, self._weighted_loss.summed):
-                        of_source += torch.stack([total, count.double()])
+                        # A row of `sums`, changed in place.
+                        source_sums += torch.stack([total, count.double()])
                 control = trainer.callback_handler.on_prediction_step(trainer.args, trainer.state, trainer.control)
                 trainer.control = control
         num_alike = trainer.args.world_size // training.strategy.topology.data
@@ -157,8 +173,8 @@ class Evaluator:
             dist.all_reduce(sums)
         return sums if is_labelled else None
 
-    def _tell(self, words: str) -> None:
-        logger.info("evaluated at step %d: %s", self._training.state.global_step, words)
+    def _tell(self, description: str) -> None:
+        logger.info("evaluated at step %d: %s", self._training.state.global_step, description)
 
     def _gives_loss(self, batch: Batch) -> bool:
         """Whether the model has all that its loss is computed from, as `Trainer.prediction_step` tells it."""
@@ -169,19 +185,25 @@ class Evaluator:
 
 
 def num_counted_rows(batch: object) -> int:
-    """Count the rows of a batch, but for those that only fill up."""
+    """Count the rows of a batch, without those that only fill it up; 0: it holds no tensor."""
     counted = batch.get(COUNTED) if isinstance(batch, Mapping) else None
-    return int(counted.any(-1).sum()) if counted is not None else find_batch_size(batch) or 0
+    if counted is not None:
+        return int(counted.any(-1).sum())
+    return find_batch_size(batch) or 0
 
 
 def describe_figures(figures: Mapping[str, float], prefix: str) -> str:
-    """Name the figures of an evaluation by which a reader tells how good the model is."""
-    known = [(label, form, figures.get(f"{prefix}_{name}")) for name, label, form in _TOLD]
-    shown = [f"{label} {form.format(value)}" for label, form, value in known if value is not None]
-    # The loss of rewarded answers is the reward itself, negative.
-    return ", ".join(shown[1:] if f"{prefix}_reward" in figures else shown)
+    """Give the figures of an evaluation that tell how good the model is, as one line of text."""
+    shown = []
+    for told in _TOLD:
+        value = figures.get(f"{prefix}_{told.name}")
+        # The loss of rewarded answers is the reward itself, negated.
+        is_repeated = told.name == "loss" and f"{prefix}_reward" in figures
+        if value is not None and not is_repeated:
+            shown.append(f"{told.label} {told.form.format(value)}")
+    return ", ".join(shown)
 
 
 def perplexity(loss: float) -> float:
-    """The perplexity of a mean token loss in nats."""
+    """Give the perplexity of a mean token loss in nats."""
     return math.exp(min(loss, _LARGEST_EXPONENT))

@@ -1,4 +1,4 @@
-"""Whether ranks that hold the same parameters hold the same bits, and which of them does not."""
+"""Compares the bits of parameters between the ranks that hold the same ones, and finds the rank that differs."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 from hfdist.collectives import gather_json
 
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Whole numbers by their bytes."""
+"""Types of whole numbers by their size in bytes."""
 
 
 @dataclass(frozen=True)
@@ -32,11 +32,15 @@ def find_differences(parameters: Iterable[tuple[str, torch.Tensor]]) -> list[str
 
     All ranks get the same lines, one for each group of ranks that differs. A collective, of a few bytes if all is well.
     """
-    own = sum_bits(parameters)
-    pairs = {(names, values) for of_rank in gather_json(_digests(own)) for names, values in of_rank}
-    if len(pairs) == len({names for names, _ in pairs}):
+    sums = sum_bits(parameters)
+    values_by_names: dict[str, set[str]] = defaultdict(set)
+    for digests in gather_json(_digests(sums)):
+        for names, values in digests:
+            values_by_names[names].add(values)
+    if all(len(values) == 1 for values in values_by_names.values()):
         return []
-    held, hosts = zip(*gather_json([own, socket.gethostname()]), strict=True)
+    # Only now the ranks send all their sums.
+    held, hosts = zip(*gather_json([sums, socket.gethostname()]), strict=True)
     return [_describe(difference, hosts) for difference in vote(held)]
 
 
@@ -48,8 +52,9 @@ def _digests(sums: Mapping[str, int]) -> list[tuple[str, str]]:
     by_part: dict[str, dict[str, int]] = defaultdict(dict)
     for name, value in sums.items():
         # No parameter's own name has a space.
-        by_part[name.partition(" ")[2]][name] = value
-    return [(_digest([*part]), _digest([*part.values()])) for part in by_part.values()]
+        _, _, part = name.partition(" ")
+        by_part[part][name] = value
+    return [(_digest(list(part)), _digest(list(part.values()))) for part in by_part.values()]
 
 
 def _digest(values: Sequence[str | int]) -> str:
@@ -57,16 +62,16 @@ def _digest(values: Sequence[str | int]) -> str:
 
 
 def sum_bits(parameters: Iterable[tuple[str, torch.Tensor]]) -> dict[str, int]:
-    """Sum the elements of each, taken as whole numbers: any one bit that flips changes it."""
+    """Give the sum of each parameter's elements, taken as whole numbers: any one bit that flips changes it."""
     named = [(name, tensor.detach()) for name, tensor in parameters]
     sums = [tensor.view(_INTEGERS[tensor.element_size()]).sum(dtype=torch.int64) for _, tensor in named]
-    # Stacked, so that a GPU is waited for once.
+    # Stacked first, so that the host waits for the GPU once.
     values = torch.stack(sums).tolist() if sums else []
     return dict(zip((name for name, _ in named), values, strict=True))
 
 
 def vote(held: Sequence[Mapping[str, int]]) -> list[Difference]:
-    """Say who is wrong, from the sums of what each rank holds; several ranks hold the same, or parts of it."""
+    """Find which ranks differ, from the sums that each rank has by parameter; not all ranks hold all parameters."""
     ranks_by_sum: dict[str, dict[int, list[int]]] = defaultdict(lambda: defaultdict(list))
     for rank, sums in enumerate(held):
         for name, value in sums.items():

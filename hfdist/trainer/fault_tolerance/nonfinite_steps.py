@@ -2,6 +2,11 @@
 
 No extra message is needed: a loss that is not finite makes every gradient of its rank NaN, and the norm is computed
 from gradients that are summed over all ranks.
+
+    begin_step -> judge: is the norm finite? --yes-> the optimizer steps -> end_step: the counter begins at 0 again
+                                             --no--> the optimizer has no gradients
+                                                  -> end_step: schedule and mean loss go back, the skip is counted
+                                                     too many -> back to the last checkpoint, or a NumericsError
 """
 
 from __future__ import annotations
@@ -12,7 +17,6 @@ import math
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -45,20 +49,20 @@ def propagate_nan(loss: torch.Tensor) -> torch.Tensor:
 
     An infinite loss may have finite gradients, and then the other ranks would never know.
     """
-    own = loss.detach()
-    # exp(0) = 1, or NaN: without Python's numbers, of which torch makes a tensor each.
-    return loss * (own - own).exp_()
+    value = loss.detach()
+    # The factor is exp(0) = 1, or NaN: inf - inf is NaN. A number of Python would cost a new tensor.
+    return loss * (value - value).exp_()
 
 
 class NonfiniteGuard:
     """Watches the steps of one training.
 
     Args:
-        training: of the Trainer.
-        checkpointer: of the training.
-        limits: how much it bears.
-        replicas: of its checkpoints in memory; None: there are none.
-        came_from: the checkpoint at which it began; None: it began anew.
+        training: the handle on the Trainer.
+        checkpointer: saves the training, and restores it when the run goes back.
+        limits: how many steps may be skipped, and how often the run may go back.
+        replicas: the checkpoints in memory; None: there are none.
+        came_from: the checkpoint at which the training began; None: it began anew.
         log_skipped: logs the line of a skipped step, which counts for no figure of the routers. A collective.
     """
 
@@ -76,14 +80,14 @@ class NonfiniteGuard:
         self._replicas, self._came_from, self._log_skipped = replicas, came_from, log_skipped
         self._counter = SkipCounter(limits)
         self._is_finite: bool | None = None
-        """Whether the step's gradients are; None: no step since the last look."""
+        """Whether the step's gradients are finite; None: there was no step since the last `end_step`."""
         self.was_taken = False
-        """Whether the last step was taken: not while a loss scale is found, either. On all ranks alike."""
+        """Whether the optimizer took the last step; a step that overflows in fp16 is not taken. On all ranks alike."""
         self._loss_before: torch.Tensor | None = None
         self._schedule_before: dict[str, object] = {}
         self._rates_before: list[float] = []
         self._owes_evaluation = self._owes_save = False
-        """Whether one fell on a skipped step."""
+        """Whether an evaluation or a save fell on a skipped step; it is done after the next step that is taken."""
 
     @property
     def is_sound(self) -> bool:
@@ -94,13 +98,13 @@ class NonfiniteGuard:
         """Remember what a skipped step must not change."""
         self._loss_before = self._training.trainer._tr_loss.clone()
 
-    def judge(self, grad_norm: Any) -> None:
+    def judge(self, grad_norm: torch.Tensor | float | None) -> None:
         """Leave the optimizer nothing to step with, if the gradients are not finite.
 
         The norm is the same on all ranks. DeepSpeed has skipped the step already.
         """
         norm = 0.0 if grad_norm is None else float(grad_norm)
-        # DeepSpeed's kernels also say -1 for it.
+        # DeepSpeed's kernels also give -1 for a norm that is not finite.
         self._is_finite = math.isfinite(norm) and norm >= 0
         if not self._is_finite:
             scheduler = self._training.schedule
@@ -123,6 +127,7 @@ class NonfiniteGuard:
         return self._end_taken_step(step) if is_finite else self._end_skipped_step(step)
 
     def _end_taken_step(self, step: int) -> bool:
+        """Give whether the run has gone back, as replicas of the weights are no longer equal."""
         control = self._training.control
         control.should_evaluate |= self._owes_evaluation
         control.should_save |= self._owes_save
@@ -130,7 +135,7 @@ class NonfiniteGuard:
             self._owes_evaluation = self._owes_save = False
             self._tell_watches()
         every = self._counter.limits.compare_replicas_every
-        # Before what is kept, too: what is found later must have a sound checkpoint to go back to.
+        # Also before each save: where replicas differ, the last checkpoint must be one of equal replicas.
         is_kept = control.should_save or self._checkpointer.replicates_at(step)
         is_due = every is not None and (step % every == 0 or is_kept) and world_size() > 1
         differences = find_differences(self._training.engine.whole_parameters()) if is_due else []
@@ -142,33 +147,51 @@ class NonfiniteGuard:
         return False
 
     def _end_skipped_step(self, step: int) -> bool:
-        training, trainer, control = self._training, self._training.trainer, self._training.control
-        training.schedule.load_state_dict(self._schedule_before)
-        for group, rate in zip(training.schedule.optimizer.param_groups, self._rates_before, strict=True):
-            set_rate(group, rate)
-        own = [training.strategy.topology.data_rank, bool(torch.isfinite(trainer._tr_loss))]
-        data_ranks = tuple(sorted({data_rank for data_rank, is_finite in gather_json(own) if not is_finite}))
+        """Give whether the run has gone back, as too many steps in a row were skipped."""
+        training = self._training
+        self._put_schedule_back()
+        data_ranks = self._find_bad_data_ranks()
         if training.args.fp16 and not data_ranks and self._loss_scale() > LEAST_LOSS_SCALE:
             # An overflow is how the loss scale finds its limit.
             return False
         skipped = Skipped(step=step, data_ranks=data_ranks, end_sample=training.num_samples())
-        # Out of the mean loss.
-        assert self._loss_before is not None
-        trainer._tr_loss.copy_(self._loss_before)
-        trainer._globalstep_last_logged += 1
+        self._leave_out_of_mean_loss()
         logger.warning("step %d is skipped: %s", step, skipped)
         self._log_skipped()
-        if not control.should_training_stop:
-            # Until a step is taken, the last checkpoint is of before what is wrong.
-            self._owes_evaluation |= control.should_evaluate
-            self._owes_save |= control.should_save
-            control.should_evaluate = control.should_save = False
-            self._tell_watches()
+        if not training.control.should_training_stop:
+            self._put_off_evaluation_and_save()
         is_too_many = self._counter.skip(skipped)
         return is_too_many and self._roll_back(step, partial(too_many_skipped, training, self._counter))
 
+    def _put_schedule_back(self) -> None:
+        schedule = self._training.schedule
+        schedule.load_state_dict(self._schedule_before)
+        for group, rate in zip(schedule.optimizer.param_groups, self._rates_before, strict=True):
+            set_rate(group, rate)
+
+    def _find_bad_data_ranks(self) -> tuple[int, ...]:
+        """Give the data ranks whose own loss is not finite, in their order. A collective."""
+        is_finite = bool(torch.isfinite(self._training.trainer._tr_loss))
+        bad_here = None if is_finite else self._training.strategy.topology.data_rank
+        return tuple(sorted({data_rank for data_rank in gather_json(bad_here) if data_rank is not None}))
+
+    def _leave_out_of_mean_loss(self) -> None:
+        """Take the step's loss out of the sum that the next training line divides, and the step out of its steps."""
+        trainer = self._training.trainer
+        assert self._loss_before is not None
+        trainer._tr_loss.copy_(self._loss_before)
+        trainer._globalstep_last_logged += 1
+
+    def _put_off_evaluation_and_save(self) -> None:
+        """Keep the last checkpoint until a step is taken: it was written before anything went wrong."""
+        control = self._training.control
+        self._owes_evaluation |= control.should_evaluate
+        self._owes_save |= control.should_save
+        control.should_evaluate = control.should_save = False
+        self._tell_watches()
+
     def _tell_watches(self) -> None:
-        # Watches have seen the end of the step before.
+        """Let the watches see what follows the step now: they looked before this guard changed it."""
         for watch in watches_among(self._training.callbacks):
             watch.look_ahead(self._training.control)
 
@@ -177,13 +200,15 @@ class NonfiniteGuard:
         scaler = self._training.accelerator.scaler
         if scaler is not None:
             return float(scaler.get_scale())
-        of_deepspeed = self._training.engine.extra_state()["loss_scaler"]
-        may_fall = of_deepspeed["dynamic"] and of_deepspeed["cur_scale"] > of_deepspeed["min_scale"]
-        return float(of_deepspeed["cur_scale"]) if may_fall else LEAST_LOSS_SCALE
+        # DeepSpeed has a scaler of its own.
+        scaler_state = self._training.engine.extra_state()["loss_scaler"]
+        may_fall = scaler_state["dynamic"] and scaler_state["cur_scale"] > scaler_state["min_scale"]
+        return float(scaler_state["cur_scale"]) if may_fall else LEAST_LOSS_SCALE
 
     # ---- going back ----
 
     def _roll_back(self, step: int, failure: Callable[[], NumericsError]) -> bool:
+        """Go back to the last checkpoint, and give True; raise what `failure` makes where that cannot be."""
         has_checkpoint = self._checkpointer.folder.has_own or self._came_from is not None
         can_roll_back = has_checkpoint and self._counter.may_roll_back and self._training.stream is not None
         checkpoint = self._find_checkpoint() if can_roll_back else None
@@ -208,7 +233,7 @@ class NonfiniteGuard:
         return True
 
     def _find_checkpoint(self) -> Path | None:
-        """The newest checkpoint of this training that verifies, or the one that it began with; None: there is none."""
+        """Give the newest checkpoint of this training that verifies, or the one it began with; None: there is none."""
         for watch in watches_among(self._training.callbacks):
             # Checkpoints are verified and read, which may take as long as a save.
             watch.progress.exempt = SAVING
@@ -230,7 +255,7 @@ class NonfiniteGuard:
         saved = read_trainer_state(checkpoint)
         for name in _STATE_OF_STEPS:
             setattr(state, name, getattr(saved, name))
-        # As at a resume: the logged loss and throughput are of the steps that follow.
+        # As at a resume, the next training line says nothing of the steps that are undone.
         trainer._tr_loss.zero_()
         trainer._total_loss_scalar = 0.0
         trainer._initial_global_step = trainer._globalstep_last_logged = state.global_step

@@ -1,4 +1,8 @@
-"""A signal to any process of a run: all ranks finish the same step, save once, and end."""
+"""How a run stops at a signal to any of its processes: all ranks finish the same step, save once, and end.
+
+first signal     the step ends, a save, the run ends with exit code 75
+second signal    before the save: this process ends at once; after it: uploads and the like are given up
+"""
 
 from __future__ import annotations
 
@@ -20,14 +24,14 @@ from hfdist.trainer.fault_tolerance.rank_flags import stop_after_step
 
 logger = logging.getLogger(__name__)
 
-# A terminal sends Ctrl-C to all processes, and a launcher that gets it sends SIGTERM after it: both are one request.
 _SAME_REQUEST_SECONDS = 2.0
+"""Signals within this time are one request: a terminal sends Ctrl-C to all, and a launcher then sends SIGTERM."""
 
 
 class Preemption(TrainerCallback):
-    """The `RankFlag` of a signal, after which the run ends with exit code 75.
+    """Raises a flag for all ranks when this rank is sent a signal: a `RankFlag`.
 
-    It listens from the beginning of training to its end: before and after there is nothing to lose.
+    It listens from the beginning of the training to its end: before and after there is nothing to lose.
     """
 
     def __init__(self) -> None:
@@ -36,26 +40,29 @@ class Preemption(TrainerCallback):
         self.is_hurried = False
         """Whether this rank has heard another signal after the save: what follows it is to be given up."""
         self._received = 0
+        """Number of the first signal; 0: there was none."""
         self._received_seconds = 0.0
+        """When it came, on the monotonic clock."""
         self._before: Mapping[signal.Signals, Callable[[int, FrameType | None], object] | int | None] = {}
+        """The handlers of the signals before the training."""
 
     def on_train_begin(self, args: object, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
-        """Begin to listen."""
+        """Begin to listen to signals."""
         self._before = {number: signal.signal(number, self._receive) for number in heard_signals()}
 
     def flag(self) -> int:
-        """Number of the signal that this rank was sent; 0: none."""
+        """Give the number of the signal that this rank was sent; 0: none."""
         return self._received
 
     def on_flag(self, flag: int, state: TrainerState, control: TrainerControl) -> None:
-        """Save and stop."""
+        """Let the Trainer save and stop after the step; `flag` is the number of the signal."""
         leave_closed_terminal()
         if stop_after_step(state, control):
             self.stopped_by = signal.Signals(flag).name
             logger.warning("%s: saving after step %d, and stopping", self.stopped_by, state.global_step)
 
     def on_train_end(self, args: object, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
-        """Listen no more."""
+        """Put the handlers back that were there before the training."""
         for number, handler in self._before.items():
             signal.signal(number, handler)
         self._before = {}
@@ -85,7 +92,7 @@ class Preemption(TrainerCallback):
         now = time.monotonic()
         leave_closed_terminal()
         if self._received and now - self._received_seconds > _SAME_REQUEST_SECONDS:
-            # The second request: at once. What is being saved has no name yet, so that nothing is damaged.
+            # A second request ends the process at once. A checkpoint gets its name last, so none is damaged.
             end_by_signal(number)
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)

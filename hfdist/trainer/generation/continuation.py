@@ -1,7 +1,7 @@
 """Continues rows of tokens in any layout; a function of the logits chooses each token.
 
-Rows have slots in a cache (`slots.py`); in a pipeline each stage has a cache of its own blocks. Context ranks, and
-models without such a cache, compute all tokens again for each new one.
+A row has a slot in a cache of keys and values; in a pipeline each stage has a cache of its own blocks. Context ranks,
+and models without such a cache, compute all tokens again for each new one.
 """
 
 from __future__ import annotations
@@ -54,19 +54,20 @@ def continue_rows(
     """Continue the rows of this data rank. All ranks call it, with equally many rows.
 
     Args:
-        prompts: the same on all ranks of a model replica; the beginning of one that is too long is left out.
+        prompts: tokens of each row, the same on all ranks of a model replica; the beginning of a prompt that is too
+            long is left out.
         forward: runs forwards in the layout.
-        limits: where a continuation ends.
+        limits: says at which token or length a continuation ends.
         choice: what chooses the next token of each row; it may say `BUDGETS`, if rows have their own.
-        images: those of the rows, whose prompts are not too long; None: the run has none.
+        images: the images of the rows, whose prompts are not too long; None: the run has none.
         topology: the place of this rank.
         rows_at_once: the most rows of this data rank in a forward.
-        uses_cache: whether they are continued with a cache where the layout lets it; see `can_use_cache`.
+        uses_cache: whether rows are continued with a cache where the layout lets it; see `can_use_cache`.
 
     Returns:
         The new tokens of each row, the one that ended it included, on all ranks of the model replica.
     """
-    # Called for its error alone.
+    # Called for its error alone: a model may have no room for the new tokens.
     limits.room()
     score = choice.score if images is None else leaving_out(choice.score, images.tokens.ids.tolist())
     budgets = torch.full((len(prompts),), limits.max_new_tokens)
@@ -79,15 +80,16 @@ def continue_rows(
             return written
     recomputed: list[list[int]] = []
     for start in range(0, len(rows), rows_at_once):
-        some = slice(start, start + rows_at_once)
-        part = {name: values[some] for name, values in needed.items()}
-        seen = None if images is None else images.part(some)
-        tokens = _recompute_rows(rows[some], part, seen, forward, limits, score, topology)
-        recomputed += [_up_to_end(of_row, limits) for of_row in tokens]
+        part = slice(start, start + rows_at_once)
+        needed_of_part = {name: values[part] for name, values in needed.items()}
+        images_of_part = None if images is None else images.part(part)
+        new_tokens = _recompute_rows(rows[part], needed_of_part, images_of_part, forward, limits, score, topology)
+        recomputed += [_up_to_end(tokens, limits) for tokens in new_tokens]
     return recomputed
 
 
 def _up_to_end(tokens: list[int], limits: GenerationLimits) -> list[int]:
+    """Give the tokens up to the first end token, that one included."""
     before = list(takewhile(lambda token: token not in limits.end_ids, tokens))
     return tokens[: len(before) + 1]
 
@@ -95,7 +97,7 @@ def _up_to_end(tokens: list[int], limits: GenerationLimits) -> list[int]:
 def can_use_cache(model: PreTrainedModel, topology: Topology, images: ImageTokens | None = None) -> bool:
     """Whether rows are continued with a cache. A collective, if there is a process group; a model is tried once.
 
-    `images`: what those of the rows become; None: they are text.
+    `images`: what images of rows become; None: rows are text.
     """
     if topology.context > 1:
         # Each rank reads a part of a sequence.
@@ -103,7 +105,8 @@ def can_use_cache(model: PreTrainedModel, topology: Topology, images: ImageToken
     if topology.pipeline > 1:
         # Stages are tried at the first generation.
         return True
-    tried, has_images = _TRIED.setdefault(model, {}), images is not None
+    has_images = images is not None
+    tried = _TRIED.setdefault(model, {})
     if has_images not in tried:
         make_trial = None if images is None else partial(make_cache_trial, images)
         # Ranks of different machines must not disagree.
@@ -132,10 +135,9 @@ def _continue_in_slots(
         nonlocal written
         inner: Any = getattr(model, "module", model)
         # ZeRO-3's forward compares its order of modules between ranks until it knows it, also where all weights are
-        # whole. Ranks that share experts send each other tokens.
-        is_collective = topology.expert > 1 or any(
-            is_partitioned(p) or hasattr(p, "ds_status") for p in inner.parameters()
-        )
+        # whole: they have a `ds_status`. Ranks that share experts send each other tokens.
+        is_of_zero3 = any(is_partitioned(p) or hasattr(p, "ds_status") for p in inner.parameters())
+        is_collective = topology.expert > 1 or is_of_zero3
         slots = Slots(
             inner,
             rows,
@@ -145,7 +147,7 @@ def _continue_in_slots(
             num_slots=rows_at_once,
             waits=is_collective and world_size() > 1,
         )
-        # Each length would be compiled anew.
+        # torch would compile a compiled model anew for each length.
         with torch.compiler.set_stance("force_eager"):
             # Tensor ranks have the same logits, so each knows the tokens without being told.
             written = slots.run()
@@ -163,7 +165,7 @@ def _recompute_rows(
     score: Score,
     topology: Topology,
 ) -> list[list[int]]:
-    """Continue token by token, until the rows of all data ranks have ended."""
+    """Give the new tokens of each row, all computed anew for each; until the rows of all data ranks have ended."""
     whole = [list(ids) for ids in rows]
     budgets = exchange([extras[BUDGETS][:, None]], len(rows), 1, topology).squeeze(-1)
     ends = torch.tensor(sorted(limits.end_ids), dtype=torch.long)
@@ -178,10 +180,14 @@ def _recompute_rows(
         fill = [0 if images is None else images.fill_id] * length
         input_ids = torch.tensor([ids + fill[len(ids) :] for ids in whole])
         # Nothing that the model writes stands for an image.
-        of_tokens = {name: torch.stack([pad(row, (0, length - len(row))) for row in of]) for name, of in kinds.items()}
-        seen = pixels | of_tokens
-        batch = {"input_ids": input_ids, "last": torch.tensor([len(ids) - 1 for ids in whole]), **extras, **seen}
-        choose = partial(next_tokens, score=score, num_before=num_before, of_images=tuple(seen))
+        padded_kinds = {
+            name: torch.stack([pad(row, (0, length - len(row))) for row in rows_kinds])
+            for name, rows_kinds in kinds.items()
+        }
+        image_inputs = pixels | padded_kinds
+        last = torch.tensor([len(ids) - 1 for ids in whole])
+        batch = {"input_ids": input_ids, "last": last, **extras, **image_inputs}
+        choose = partial(next_tokens, score=score, num_before=num_before, image_names=tuple(image_inputs))
         values = forward(batch, choose)
         new = exchange(values, len(rows), 1, topology).squeeze(-1)
         for ids, budget, token in zip(whole, extras[BUDGETS].tolist(), new[topology.data_rank].tolist(), strict=True):
@@ -195,23 +201,33 @@ def _recompute_rows(
 
 
 def next_tokens(
-    model: nn.Module, batch: Batch, *, score: Score = likeliest, num_before: int = 0, of_images: Collection[str] = ()
+    model: nn.Module, batch: Batch, *, score: Score = likeliest, num_before: int = 0, image_names: Collection[str] = ()
 ) -> torch.Tensor:
     """Give the token after place `last` of each sequence; shape [sequences, 1].
 
-    What comes after that place does not matter: the model is causal. `of_images`: names of what it takes of images.
+    What comes after that place does not matter: the model is causal.
+
+    Args:
+        model: a causal language model.
+        batch: has `input_ids`, `last`, and what `score` and the model's images need.
+        score: gives each token of the vocabulary a number by its logits; the highest is chosen.
+        num_before: number of new tokens that stand in the sequences already.
+        image_names: keys of `batch` that the model reads images from.
     """
-    return score(_next_logits(model, batch, of_images).float(), batch, num_before).argmax(-1, keepdim=True)
+    logits = _next_logits(model, batch, image_names).float()
+    return score(logits, batch, num_before).argmax(-1, keepdim=True)
 
 
-def _next_logits(model: nn.Module, batch: Batch, of_images: Collection[str]) -> torch.Tensor:
+def _next_logits(model: nn.Module, batch: Batch, image_names: Collection[str]) -> torch.Tensor:
+    """Give the logits of the token after place `last` of each sequence; shape [sequences, vocabulary]."""
     last = batch["last"]
-    inputs = {name: batch[name] for name in ("input_ids", *of_images)}
+    inputs = {name: batch[name] for name in ("input_ids", *image_names)}
     rows = torch.arange(len(last), device=last.device)
     if "logits_to_keep" in inspect.signature(getattr(model, "module", model).forward).parameters:
         # Logits of all places may be more than all else that the model keeps.
         places, column = torch.unique(last, return_inverse=True)
         logits = logits_of(model(**inputs, logits_to_keep=places))
+        # Some models take the argument and give all logits.
         if logits.shape[1] == len(places):
             return logits[rows, column]
     return logits_of(model(**inputs))[rows, last]

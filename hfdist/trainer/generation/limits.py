@@ -1,4 +1,4 @@
-"""Where a continuation ends, as the model and its tokenizer say."""
+"""The limits of a continuation: the tokens that end it and its length, as the model and its tokenizer say."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _KEY = "evaluate.max_new_tokens"
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationLimits:
-    """Where a continuation ends."""
+    """The tokens and the length that end a continuation."""
 
     max_new_tokens: int
     end_ids: frozenset[int]
@@ -52,7 +52,7 @@ def find_limits(
     model: Any, tokenizer: PreTrainedTokenizerBase, max_new_tokens: int, *, where: str = _KEY
 ) -> GenerationLimits:
     """Read the limits off a model and its tokenizer; ConfigError, of the key `where`: no room for a prompt."""
-    # Here, as for the types above.
+    # Imported late: it imports transformers, and who only reads limits need not wait for that.
     from hfdist.models.position_limit import most_positions
 
     end_ids = find_end_ids(getattr(model, "generation_config", None), tokenizer)

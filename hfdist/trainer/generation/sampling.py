@@ -24,9 +24,9 @@ from hfdist.trainer.generation.row_images import RowImages
 from hfdist.trainer.generation.score import BUDGETS, LIKELIEST, ROWS, Choice, Score
 
 _KEYS = "keys"
-"""Name among the extras of the keys of the rows' noise."""
+"""Name of the extra tensor with the keys of each row's noise."""
 _BEFORE = "before"
-"""Name among the extras of the number of tokens before, of rows that go on; int64 of shape [rows, 1]."""
+"""Name of the extra tensor with the number of tokens that each row that goes on has already; int64 [rows, 1]."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,7 +34,7 @@ class Sampling:
     """The distribution that tokens are drawn from, as transformers' `generate` defines it."""
 
     temperature: float = 1.0
-    """What logits are divided by; > 0."""
+    """Number that logits are divided by; > 0."""
     top_k: int | None = None
     """Number of the likeliest tokens that one is drawn from, >= 1; None: all tokens."""
     top_p: float = 1.0
@@ -42,11 +42,11 @@ class Sampling:
 
     @classmethod
     def of(cls, task: TaskConfig) -> Sampling:
-        """Make that of a task."""
+        """Make the distribution that a task's config asks for."""
         return cls(temperature=task.temperature, top_k=task.top_k, top_p=task.top_p)
 
     def warpers(self) -> LogitsProcessorList:
-        """Give what changes logits, in the order of transformers' `generate`."""
+        """Give the functions that change logits for this distribution, in the order of transformers' `generate`."""
         warpers = LogitsProcessorList()
         if self.temperature != 1.0:
             warpers.append(TemperatureLogitsWarper(float(self.temperature)))
@@ -58,10 +58,10 @@ class Sampling:
 
 
 class Drawn(NamedTuple):
-    """What was drawn after a row."""
+    """The continuation that was drawn for a row."""
 
     tokens: list[int]
-    """The one that ended it included."""
+    """New tokens, the one that ended the row included."""
     log_probabilities: list[float] | None
     """Log-probability of each token when it was drawn; None: the sampler does not record them."""
 
@@ -71,15 +71,15 @@ class Sampler:
     """Draws what follows rows of tokens from one model."""
 
     limits: GenerationLimits
-    """Where a continuation ends."""
+    """The tokens and the length that end a continuation."""
     sampling: Sampling
-    """The distribution."""
+    """The distribution that tokens are drawn from."""
     topology: Topology
-    """The place of this rank."""
+    """The place of this rank in the layout."""
     uses_cache: bool
-    """See `continue_rows`."""
+    """Whether rows are continued with a cache of keys and values, where the layout lets it."""
     records: bool = False
-    """Whether log-probabilities are given, too; in a process without others."""
+    """Whether log-probabilities are given, too; only in a process that generates alone."""
 
     def draw(
         self,
@@ -97,14 +97,14 @@ class Sampler:
         Within `Engine.gathered`, sharded weights are gathered once, and data ranks do not wait for each other.
 
         Args:
-            rows: the same on all ranks of a model replica, and equally many on all data ranks. The beginning of one
-                that is too long for the model is left out.
+            rows: tokens of each row, the same on all ranks of a model replica, and equally many rows on all data ranks.
+                The beginning of a row that is too long for the model is left out.
             seeds: one for each row, of which 64 bits count; None: the likeliest tokens are taken.
             forward: runs forwards in the layout.
             rows_at_once: the most rows of a data rank in a forward.
-            before: see `make_choice`.
-            budgets: the most new tokens of each row; None: those of the limits.
-            images: those of the rows; None: the run has none.
+            before: number of tokens that were drawn for each row earlier; None: all rows begin.
+            budgets: the most new tokens of each row; None: `limits.max_new_tokens` for each.
+            images: the images of the rows; None: the run has none.
 
         Returns:
             The new tokens, on all ranks of the model replica.
@@ -117,24 +117,27 @@ class Sampler:
         if budgets is not None:
             choice = replace(choice, extras={**choice.extras, BUDGETS: torch.tensor(budgets)})
         recorded = TokenLogProbabilities(self.sampling.temperature) if self.records else None
+        if recorded is not None:
+            choice = replace(choice, score=recorded.recording(choice.score))
         written = continue_rows(
             rows,
             forward,
             self.limits,
-            choice=choice if recorded is None else replace(choice, score=recorded.recording(choice.score)),
+            choice=choice,
             images=images,
             topology=self.topology,
             rows_at_once=rows_at_once,
             uses_cache=self.uses_cache,
         )
-        values = [None] * len(written) if recorded is None else recorded.log_probabilities(written)
-        return list(map(Drawn, written, values))
+        if recorded is None:
+            return [Drawn(tokens, None) for tokens in written]
+        return list(map(Drawn, written, recorded.log_probabilities(written)))
 
 
 def make_choice(seeds: Sequence[int], sampling: Sampling, *, before: Sequence[int] | None = None) -> Choice:
-    """Give what draws the tokens of rows with these seeds.
+    """Make the choice that draws the tokens of rows with these seeds.
 
-    `before`: number of tokens after which each row goes on, so that its noise does, too; None: all rows begin.
+    `before` has the number of tokens that were drawn for each row earlier: its noise goes on there; None: rows begin.
     """
     extras = {_KEYS: split_seeds(seeds)}
     if before is not None:
@@ -145,9 +148,13 @@ def make_choice(seeds: Sequence[int], sampling: Sampling, *, before: Sequence[in
 def perturb(
     logits: torch.Tensor, extras: Batch, num_before: int | torch.Tensor, *, warpers: LogitsProcessorList
 ) -> torch.Tensor:
-    """Add each row's noise to its warped logits, which are log-probabilities but for a constant; float32."""
-    num_before = num_before + extras[_BEFORE] if _BEFORE in extras else num_before
-    # None of these warpers reads what has been written.
+    """Give each row's warped logits with its noise, [rows, vocabulary], float32: the highest is the token drawn.
+
+    Logits are log-probabilities up to a constant, which changes no maximum.
+    """
+    if _BEFORE in extras:
+        num_before = num_before + extras[_BEFORE]
+    # The warpers of temperature, top-k and top-p read no earlier tokens.
     unread: Any = None
     return gumbel_noise(extras[_KEYS], num_before, logits.shape[-1]).add_(warpers(unread, logits))
 
@@ -155,20 +162,20 @@ def perturb(
 class TokenLogProbabilities:
     """The log-probability of each token that is drawn, by the softmax of all logits at a temperature.
 
-    It is of one call of `continue_rows`. The loss computes it in the same way: `top_k` and `top_p` change which tokens
-    can be drawn, and not this number.
+    An object serves one call of `continue_rows`. The loss computes log-probabilities in the same way: `top_k` and
+    `top_p` change which tokens can be drawn, and not their log-probabilities.
     """
 
     def __init__(self, temperature: float) -> None:
         self._temperature = temperature
         self._drawn: list[tuple[torch.Tensor, torch.Tensor]] = []
-        """Rows and the log-probabilities of a token of each, in the order in which they are drawn; shapes [rows]."""
+        """For each token place: numbers of rows, and the log-probability of the token of each; both of shape [rows]."""
 
     def recording(self, score: Score) -> Score:
         """Give a score that records the log-probabilities of what it draws."""
 
         def record(logits: torch.Tensor, extras: Batch, num_before: int | torch.Tensor) -> torch.Tensor:
-            # Before: warpers may write into the logits.
+            # Before the score is computed: warpers may write into the logits.
             log_probabilities = (logits / self._temperature).log_softmax(-1)
             scores = score(logits, extras, num_before)
             drawn = log_probabilities.gather(-1, scores.argmax(-1, keepdim=True)).squeeze(-1)

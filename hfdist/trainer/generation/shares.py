@@ -28,9 +28,9 @@ def join_shares(
     """Give all ranks what was written after all rows, without the tokens that end it. A collective.
 
     Args:
-        parts: of the share of this data rank, as of `exchange`; -1 stands where a row has ended.
-        num_rows: of all shares, without the copies.
-        limits: where a row ends.
+        parts: tokens of this data rank's share of the rows, as `exchange` takes them; -1 stands where a row has ended.
+        num_rows: number of rows of all shares, without the copies.
+        limits: says at which token or length a row ends.
         topology: the place of this rank.
     """
     shares = exchange(parts, _share_size(num_rows, topology), limits.max_new_tokens, topology)
@@ -49,8 +49,8 @@ def exchange(parts: list[torch.Tensor], num_rows: int, num_tokens: int, topology
 
     Args:
         parts: tokens of this data rank's rows, [rows, tokens] each; none if another rank of the replica has them.
-        num_rows: of each data rank; further rows of `parts` are left out.
-        num_tokens: of each row.
+        num_rows: number of rows of each data rank; further rows of `parts` are left out.
+        num_tokens: number of tokens of each row.
         topology: the place of this rank.
 
     Returns:

@@ -1,13 +1,17 @@
 """Continues rows in the slots of a cache: a row that has ended leaves at once, and the next prompt takes its slot.
 
 Neighbours with the same prompt read it once, and share copies of its keys and values.
+
+    2 slots, 4 rows     forward    1  2  3  4  5  6
+    slot 0                         a  a  a  c  c  c       b ends after its second token, and d takes its slot
+    slot 1                         b  b  d  d  d  d
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from itertools import compress, groupby, islice
+from itertools import compress, groupby
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -29,7 +33,9 @@ class _Prompt(NamedTuple):
     """A prompt that has been read."""
 
     cache: SlotCache
+    """The keys and values of several prompts."""
     row: int
+    """The row of `cache` that this prompt has."""
     logits: torch.Tensor
     """Logits of the token that follows; shape [vocabulary]."""
 
@@ -38,12 +44,11 @@ class Slots:
     """The rows of one data rank, and the slots in which they are continued.
 
     Args:
-        model: with all blocks.
-        prompts: of each row.
-        extras: what `score` needs of each row, tensors of shape [rows, ...] on the model's device, `ROWS` and
-            `BUDGETS`.
-        limits: where a row ends.
-        score: chooses the next token.
+        model: the model with all its blocks, or in a pipeline what runs all stages.
+        prompts: the prompt of each row.
+        extras: tensors of shape [rows, ...] on the model's device: those that `score` needs, `ROWS` and `BUDGETS`.
+        limits: the tokens that end a row.
+        score: gives each token of the vocabulary a number by its logits; the highest is chosen.
         num_slots: the most rows of a forward, >= 1.
         waits: whether each forward is a collective over data ranks, so that all go on until all rows have ended.
     """
@@ -63,9 +68,11 @@ class Slots:
         self._budgets: list[int] = extras[BUDGETS].tolist()
         self._limits, self._score, self._num_slots, self._waits = limits, score, num_slots, waits
         self._numbers = prompts.number()
+        """Number of each row's prompt: equal prompts have one number."""
         self._waiting = deque(range(len(prompts.ids)))
+        """Rows that have no slot yet, in their order."""
         self._read: dict[int, _Prompt] = {}
-        """The prompt that the next row needs, if it has been read, by its number."""
+        """The prompt that the next waiting row needs, if it has been read, by its number; otherwise empty."""
         self._cache = SlotCache(self._model.config)
         self._live: list[int] = []
         """The row in each slot."""
@@ -82,13 +89,13 @@ class Slots:
             else:
                 self._step()
         while self._waits and self._does_any_go_on(False):
-            # A forward that the others need.
-            one = PromptRows([[self._prompts.fill_id]]).read([0])
-            next_logits(self._model, SlotCache(self._model.config, 1), one.to(self._device, self._model.dtype))
+            # The others cannot run a forward without this rank: it runs one of a single token.
+            token = PromptRows([[self._prompts.fill_id]]).read([0])
+            next_logits(self._model, SlotCache(self._model.config, 1), token.to(self._device, self._model.dtype))
         return self._written
 
     def _fill(self, num_free: int) -> None:
-        """Give free slots to the next rows."""
+        """Give free slots to the next rows: read their prompts, choose their first tokens, copy keys and values."""
         rows = [self._waiting.popleft() for _ in range(min(num_free, len(self._waiting)))]
         unread = {self._numbers[row]: row for row in rows if self._numbers[row] not in self._read}
         if unread:
@@ -100,8 +107,9 @@ class Slots:
         for cache, prompts in groupby(compress(read, goes_on), key=attrgetter("cache")):
             self._cache.add(cache, [prompt.row for prompt in prompts])
         self._live += compress(rows, goes_on)
-        awaited = [self._numbers[row] for row in islice(self._waiting, 1)]
-        self._read = {number: prompt for number, prompt in self._read.items() if number in awaited}
+        # Only a neighbour may have the same prompt, so the others are forgotten.
+        next_number = self._numbers[self._waiting[0]] if self._waiting else None
+        self._read = {number: prompt for number, prompt in self._read.items() if number == next_number}
 
     def _step(self) -> None:
         """Continue each live row by a token."""
@@ -111,13 +119,16 @@ class Slots:
         logits = self._forward(self._cache, self._prompts.step(self._live, newest, lengths))
         goes_on = self._choose(logits, self._live)
         if not all(goes_on):
-            order = self._cache.keep(list(compress(range(len(goes_on)), goes_on)))
+            kept_slots = list(compress(range(len(goes_on)), goes_on))
+            order = self._cache.keep(kept_slots)
             self._live = [self._live[slot] for slot in order]
 
     def _choose(self, logits: torch.Tensor, rows: Sequence[int]) -> list[bool]:
         """Write the next token of each of these rows; give for each whether it goes on."""
-        chosen, before = self._tensor([list(rows), [len(self._written[row]) for row in rows]])
-        extras = {name: values[chosen] for name, values in self._extras.items()}
+        num_before = [len(self._written[row]) for row in rows]
+        # One copy to the device for both.
+        chosen_rows, before = self._tensor([list(rows), num_before])
+        extras = {name: values[chosen_rows] for name, values in self._extras.items()}
         tokens = self._score(logits.float(), extras, before[:, None]).argmax(-1)
         if self._share is not None:
             tokens = self._share(tokens)
@@ -129,6 +140,7 @@ class Slots:
         ]
 
     def _forward(self, cache: SlotCache, new: NewTokens) -> torch.Tensor:
+        """Give the logits after new tokens, [rows, vocabulary]; `cache` has their keys and values then."""
         if self._waits:
             self._does_any_go_on(True)
         return next_logits(self._model, cache, new.to(self._device, self._model.dtype))

@@ -37,7 +37,7 @@ def write_targets(
     Args:
         sources: token ids, the same on all ranks; the end of one that is too long for the encoder is left out.
         forward: runs forwards in the layout.
-        limits: where a target ends.
+        limits: says at which token or length a target ends.
         model: says how a target begins.
         topology: the place of this rank.
         rows_at_once: the most rows of this data rank in a forward.

@@ -25,6 +25,7 @@ class ServerOptimizer:
 
     config: OptimizerConfig
     max_grad_norm: float
+    """Norm to which the server clips gradients; 0: it clips none."""
 
 
 class ParameterIsland(IslandCallback):
@@ -38,22 +39,22 @@ class ParameterIsland(IslandCallback):
         self._client: ParameterClient | None = None
 
     def begin(self) -> None:
-        """Make the client."""
+        """Make the client of the parameter server."""
         self._client = ParameterClient(self._config, self._server.config, self._training.engine.pieces)
 
     def pieces(self, of_engine: Iterable[Piece]) -> Iterable[Piece]:
-        """Have the server's state in place of gradients."""
+        """Give the engine's pieces with the state of the server's optimizer, in place of gradients."""
         return of_engine if self._client is None else self._client.pieces(of_engine)
 
     def figures(self) -> dict[str, float]:
-        """Give what the next training line says."""
+        """Give the figures of the exchanges since the last training line."""
         return {} if self._client is None else self._client.figures()
 
     def on_train_begin(self, args: object, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
-        """Take the weights of the server, or bring it the own ones."""
+        """Connect to the server, and take its weights; a server without weights takes those of this island."""
         assert self._client is not None
         server = self._server
-        # The server has the schedule, and neither the size of a batch nor what the warm-up was written as.
+        # The warm-up in steps: the server has the schedule, and knows neither tokens nor the length of a run.
         warmup = {"warmup_steps": self._training.args.get_warmup_steps(state.max_steps), "warmup_tokens": None}
         job = self._job(self._client.layout, "staleness", "server_shards") | {
             "optimizer": plain(replace(server.config, **warmup, warmup_fraction=None)),
@@ -66,7 +67,7 @@ class ParameterIsland(IslandCallback):
             self._go_on_from(found["state"] | {"step": found["step"]}, state, control)
 
     def on_step_end(self, args: object, state: TrainerState, control: TrainerControl, **kwargs: object) -> None:
-        """Push, and take weights."""
+        """Send the gradients of the step, and take the server's weights."""
         assert self._client is not None
         progress = self._checkpointer.progress_state()
         with self._training.waiting(MEETING):
@@ -76,7 +77,7 @@ class ParameterIsland(IslandCallback):
             self._go_on_from(found["state"] | {"step": found["step"]}, state, control)
 
     def before_save(self) -> None:
-        """Fetch what the server's optimizer keeps."""
+        """Fetch the state of the server's optimizer for the checkpoint."""
         assert self._client is not None
         with self._training.waiting(MEETING):
             self._client.fetch()
@@ -88,6 +89,7 @@ class ParameterIsland(IslandCallback):
         self._client.leave()
 
     def _recorder(self) -> GradientRecorder:
+        """Give the optimizer that records gradients in place of a step, from under the wrappers around it."""
         inner: Any = self._training.optimizer
         while not isinstance(inner, GradientRecorder):
             inner = inner.optimizer

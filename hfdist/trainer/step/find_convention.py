@@ -21,7 +21,7 @@ def find_convention(weighted_loss: WeightedLoss, training: Training, batch: Batc
 
     Args:
         weighted_loss: the loss that is tried.
-        training: of the Trainer.
+        training: the handle on the Trainer.
         batch: any batch of this rank.
         forward: runs the model in evaluation mode.
 
@@ -37,6 +37,7 @@ def find_convention(weighted_loss: WeightedLoss, training: Training, batch: Batc
         return plain
     name = next(name for name in names if batch.get(name) is labels)
     row = _first_row(batch, len(labels))
+    # Three sets of labels for the same row: no target at all, a target everywhere, and later the first place alone.
     none = ignored_like(row[name])
     some = row[name].masked_fill(~is_target(row[name]), 0)
     is_of_tokens = name == "labels" and labels.ndim > 1 and not labels.is_floating_point()
@@ -54,9 +55,10 @@ def find_convention(weighted_loss: WeightedLoss, training: Training, batch: Batc
     with torch.compiler.set_stance("force_eager"):
         if may_shift:
             first = torch.cat([some[:, :1], none[:, 1:]], 1)
-            # A mean over no targets is NaN.
+            # A loss that shifts labels never looks at the first one. A mean over no targets is NaN, and equals itself.
             counts_first = not torch.isclose(loss(none), loss(first), rtol=1e-6, atol=0.0, equal_nan=True)
         if may_divide:
+            # A loss that divides by the number of items is half as large for twice the number.
             divides = not torch.isclose(loss(some), loss(some, 2.0), rtol=1e-3, atol=0.0)
     if dist.is_initialized():
         answers = torch.tensor([counts_first, divides], dtype=torch.int32, device=trainer.args.device)
@@ -74,17 +76,20 @@ def find_convention(weighted_loss: WeightedLoss, training: Training, batch: Batc
 
 
 def _first_row(batch: Batch, num_rows: int) -> Batch:
-    """Give the first row, if all tensors have rows; else the whole batch, as where some are of images.
+    """Give the first row of a batch, if the first dimension of all its tensors is rows; otherwise the whole batch.
 
-    As many images as rows need not be one for each row: they have more axes than what is of tokens.
+    Tensors of images have images there: those have more dimensions than tokens, or are matrices of floats.
     """
     tensors = [value for value in batch.values() if isinstance(value, torch.Tensor)]
     has_rows = all(0 < value.ndim <= 2 and len(value) == num_rows for value in tensors)
     has_rows = has_rows and not any(value.is_floating_point() and value.ndim == 2 for value in tensors)
-    return {name: value[:1] if has_rows and isinstance(value, torch.Tensor) else value for name, value in batch.items()}
+    if not has_rows:
+        return batch
+    return {name: value[:1] if isinstance(value, torch.Tensor) else value for name, value in batch.items()}
 
 
 def _check_pipeline(batch: Batch, labels: torch.Tensor | None) -> None:
+    """Refuse batches in a pipeline without labels that a row can lose."""
     if labels is None or labels is not batch.get("labels") or labels.is_floating_point():
         what = "a pipeline fills batches up with rows whose labels are ignored, and these rows have none that could be"
         where, found = "train_dataset, eval_dataset, data_collator", f"batches of {', '.join(batch)}"

@@ -2,6 +2,10 @@
 
 Each rank iterates over all rows, forms global batches, and collates its own share of each. The last global batch of a
 pass may have fewer rows. What ranks and micro batches lack there is filled up.
+
+    rows of a global batch    r0 r1 | r2 r3 | r4 r5 | r6 r7       2 data ranks, 2 micro batches of 2 rows each
+    data rank                   0       1       0       1
+    micro batch                 0       0       1       1
 """
 
 from __future__ import annotations
@@ -9,7 +13,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import cycle, islice
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 import torch
@@ -25,20 +29,28 @@ Collate = Callable[[list[Any]], Any]
 T = TypeVar("T")
 
 
+class CountedRow(NamedTuple):
+    """A row, and whether it counts for the loss."""
+
+    row: object
+    counts: bool
+
+
 class Share:
     """Collates what one data rank has of a global batch, as a list of micro batches.
 
     Args:
-        collate: makes a batch of pairs (row, whether it counts); None: rows are read again to fill a global batch.
+        collate: makes a batch of counted rows; None: rows are read again to fill a global batch.
         collate_rows: makes a batch of rows.
-        micro_batch_size: rows of a micro batch of one data rank.
-        num_microbatches: micro batches of one data rank in a step.
-        rank, num_ranks: of the data ranks.
+        micro_batch_size: number of rows in a micro batch of one data rank.
+        num_microbatches: number of micro batches of one data rank in a step.
+        rank: number of this data rank.
+        num_ranks: number of data ranks.
     """
 
     def __init__(
         self,
-        collate: Callable[[list[tuple[object, bool]]], object] | None,
+        collate: Callable[[list[CountedRow]], object] | None,
         collate_rows: Collate,
         *,
         micro_batch_size: int,
@@ -54,11 +66,12 @@ class Share:
 
     @property
     def num_rows(self) -> int:
-        """Rows of a global batch."""
+        """Number of rows in a global batch."""
         return self._micro_batch_size * self.num_microbatches * self._num_ranks
 
     def __call__(self, rows: list[object]) -> tuple[str | None, list[object]]:
-        """Give a fingerprint of the first rows of a pass, and the micro batches."""
+        """Give the micro batches of a global batch, and before them the fingerprint of the first rows of a pass."""
+        # The other global batches of a pass have None: comparing each one would cost a message.
         mark = fingerprint(rows) if self.is_first else None
         self.is_first = False
         if self._collate is None:
@@ -67,11 +80,12 @@ class Share:
         begins = range(self._rank * size, self.num_rows, size * self._num_ranks)
         return mark, [self._collated(rows[begin : begin + size], rows[0]) for begin in begins]
 
-    def _collated(self, rows: list[object], like: object) -> object:
+    def _collated(self, rows: list[object], any_row: object) -> object:
         if self._collate is None:
             return self._collate_rows(rows)
+        counted = [CountedRow(row, True) for row in rows]
         # A rank that has no row left reads one without its targets; map-style data do the same.
-        return self._collate([(row, True) for row in rows] or [(like, False)])
+        return self._collate(counted or [CountedRow(any_row, False)])
 
 
 class GlobalBatches(IterableDataset[object]):
@@ -79,10 +93,10 @@ class GlobalBatches(IterableDataset[object]):
 
     Args:
         loader: loads the user's rows, as transformers made it.
-        share: what this rank has of a global batch.
+        share: collates what this rank has of a global batch.
         seed: seeds the order of the data.
         is_training: whether the order changes from one pass to the next.
-        settings: what else the loader was made with.
+        settings: further arguments of the loader.
     """
 
     def __init__(
@@ -90,13 +104,13 @@ class GlobalBatches(IterableDataset[object]):
     ) -> None:
         self._rows, self._share, self._is_training = SameRows(loader.dataset, seed), share, is_training
         self.source: Any = loader.dataset
-        # Whole global batches, so that it does not depend on the layout which worker's rows are in a step.
+        # A worker loads whole global batches: so a step has the rows of the same worker in every layout.
         self._loader: DataLoader[object] = DataLoader(
             self._rows, batch_size=share.num_rows, collate_fn=share, **{**settings, "generator": torch.Generator()}
         )
 
     def __iter__(self) -> Iterator[object]:
-        """Raises DataError: the ranks read different rows."""
+        """Give the micro batches of one pass; DataError: the ranks read different rows."""
         self._share.is_first = True
         for mark, micro_batches in self._loader:
             if mark is not None and dist.is_initialized() and len(set(gather_json(mark))) > 1:
@@ -106,22 +120,22 @@ class GlobalBatches(IterableDataset[object]):
             yield from micro_batches
 
     def __len__(self) -> int:
-        """Raises TypeError: the rows have no length."""
+        """Give the number of micro batches in a pass; TypeError: the rows have no length."""
         return -(-len(self.source) // self._share.num_rows) * self._share.num_microbatches
 
     def set_epoch(self, epoch: int) -> None:
-        """Called by accelerate's loader before each pass."""
+        """Set which pass comes next; accelerate's loader calls it before each one."""
         self._rows.set_epoch(epoch if self._is_training else 0)
 
 
 def as_it_is(batch: T) -> T:
-    """Collate what is a batch already."""
+    """Give a batch back: the collator of rows that are batches already."""
     return batch
 
 
 def fingerprint(rows: Sequence[object]) -> str:
-    """Tell rows apart by their numbers and texts."""
-    found = hashlib.blake2b(digest_size=8)
+    """Give 16 hexadecimal digits that tell rows apart by their numbers and texts; other values do not count."""
+    digest = hashlib.blake2b(digest_size=8)
 
     def add(value: object) -> None:
         if isinstance(value, Mapping):
@@ -132,11 +146,11 @@ def fingerprint(rows: Sequence[object]) -> str:
             for one in value:
                 add(one)
         elif isinstance(value, torch.Tensor):
-            found.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+            digest.update(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
         elif isinstance(value, (str, int, float, bool, np.generic)):
-            found.update(repr(value).encode())
+            digest.update(repr(value).encode())
         elif isinstance(value, np.ndarray) and value.dtype.kind in "biufc":
-            found.update(value.tobytes())
+            digest.update(value.tobytes())
 
     add(rows)
-    return found.hexdigest()
+    return digest.hexdigest()

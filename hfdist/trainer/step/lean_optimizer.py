@@ -9,11 +9,11 @@ from accelerate.optimizer import AcceleratedOptimizer
 from accelerate.utils import DistributedType, is_lomo_available
 
 _PLAIN = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU)
-"""Where accelerate's optimizer has nothing else to do."""
+"""Kinds of distribution for which accelerate's optimizer does nothing but step."""
 
 
 class LeanOptimizer(AcceleratedOptimizer):
-    """Steps at once, where neither XLA, nor LOMO, nor a loss scale has to do with it."""
+    """An optimizer of accelerate's for trainings without XLA, LOMO and a loss scale: it steps at once."""
 
     def step(self, closure: Callable[[], float] | None = None) -> None:
         """Step at the end of a global batch."""
@@ -22,10 +22,10 @@ class LeanOptimizer(AcceleratedOptimizer):
 
 
 def prepare_optimizer(accelerator: Accelerator, optimizer: object, device_placement: bool | None = None) -> object:
-    """`Accelerator.prepare_optimizer`, with a `LeanOptimizer` where nothing is unusual."""
+    """Prepare an optimizer as accelerate does; where that would only step, give a `LeanOptimizer`."""
     prepared = Accelerator.prepare_optimizer(accelerator, optimizer, device_placement)
     is_plain = accelerator.distributed_type in _PLAIN and accelerator.scaler is None and not is_lomo_available()
     if is_plain and prepared is not optimizer and type(prepared) is AcceleratedOptimizer:
-        # A schedule wraps a method of it later.
+        # The class of the object is changed: accelerate keeps the object itself, and a schedule wraps its `step` later.
         prepared.__class__ = LeanOptimizer
     return prepared

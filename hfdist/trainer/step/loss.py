@@ -21,7 +21,10 @@ from hfdist.trainer.training import Training
 
 
 def num_losses(trainer: transformers.Trainer) -> int:
-    """Give the number by which the Trainer multiplies a loss: processes, but tensor ranks compute one loss together."""
+    """Give the number of losses that all processes compute: one each, but the ranks of a tensor group one together.
+
+    The Trainer multiplies a loss by it, since gradients are averaged over the processes.
+    """
     return int(trainer.accelerator.num_processes // trainer.get_tp_size())
 
 
@@ -31,11 +34,11 @@ class WeightedLoss:
     def __init__(self, training: Training) -> None:
         self._training = training
         self.convention: Convention | None = None
-        """What the loss counts; None: not found out yet, or the class has a loss of its own."""
+        """Tells which targets of a batch the loss counts; None: not known yet, or the class has a loss of its own."""
 
     @property
     def label_names(self) -> tuple[str, ...]:
-        """The labels that a batch may hold."""
+        """Names of the labels that a batch may hold."""
         return tuple(dict.fromkeys(("labels", *self._training.trainer.label_names)))
 
     def of(self, model: nn.Module, batch: Batch, num_items: torch.Tensor | int | None) -> torch.Tensor:
@@ -43,12 +46,12 @@ class WeightedLoss:
         trainer = self._training.trainer
         inputs = self._on_device(batch)
         group = self._training.engine.loss_group
-        only = nullcontext() if group is None else gathering(trainer.accelerator, group)
-        with trainer.compute_loss_context_manager(), only:
+        within_group = nullcontext() if group is None else gathering(trainer.accelerator, group)
+        with trainer.compute_loss_context_manager(), within_group:
             return cast(torch.Tensor, trainer.compute_loss(model, inputs, num_items_in_batch=num_items))
 
     def _on_device(self, batch: Batch) -> Batch:
-        """Move a batch as the class does. The original asks for the device anew at each tensor."""
+        """Move a batch to the device as the class does; the original's way is slow, as it looks for the device anew."""
         is_plain = type(batch) is dict and set(map(type, batch.values())) == {torch.Tensor}
         if not (is_plain and self._moves_as_original):
             return cast(Batch, self._training.trainer._prepare_inputs(batch))
@@ -59,7 +62,7 @@ class WeightedLoss:
         """Whether the class moves a batch as `transformers.Trainer` does; DeepSpeed asks for another type, too."""
         trainer = self._training.trainer
         methods = [getattr(trainer, name) for name in ("_prepare_inputs", "_prepare_input")]
-        # Nothing was put in its place at run time.
+        # A method that a program has put in the place of the original comes from another module.
         is_original = all(getattr(one, "__globals__", None) is vars(transformers.trainer) for one in methods)
         return is_original and not trainer.is_deepspeed_enabled
 
@@ -84,13 +87,16 @@ class WeightedLoss:
         assert convention is not None
         weight = convention.weight(batch).to(self._training.device)
         # The user's `compute_loss_func` may ask for a number, even if it does not divide by it.
-        own_number = None if trainer.compute_loss_func is None else weight.clamp(min=1)
-        result = mean(convention.prepared(batch, weight), num_items_in_batch=own_number)
+        number_here = None if trainer.compute_loss_func is None else weight.clamp(min=1)
+        result = mean(convention.prepared(batch, weight), num_items_in_batch=number_here)
         share = weight / num_items_in_batch
-        if own_number is None and trainer.args.average_tokens_across_devices:
+        if number_here is None and trainer.args.average_tokens_across_devices:
             # Gradients are averaged over the processes, but targets are counted over all of them.
             share = share * num_losses(trainer)
-        return (result[0] * share, result[1]) if isinstance(result, tuple) else result * share
+        if isinstance(result, tuple):
+            loss, outputs = result
+            return loss * share, outputs
+        return result * share
 
     def summed(self, model: nn.Module, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
         """Give the sum of the losses of all targets (float64), and their number; the batch must be on its device."""
@@ -115,12 +121,14 @@ def gathering(accelerator: Accelerator, group: dist.ProcessGroup) -> Iterator[No
 
 
 def _gather(group: dist.ProcessGroup, values: object) -> object:
+    """Do what `Accelerator.gather` does within a group: join the ranks' tensors along their first dimension."""
+
     def gather(value: torch.Tensor) -> torch.Tensor:
-        own = value.detach().reshape(1) if value.ndim == 0 else value.detach().contiguous()
+        here = value.detach().reshape(1) if value.ndim == 0 else value.detach().contiguous()
         if group.size() == 1:
-            return own
-        found = [torch.empty_like(own) for _ in range(group.size())]
-        dist.all_gather(found, own, group=group)
-        return torch.cat(found)
+            return here
+        of_ranks = [torch.empty_like(here) for _ in range(group.size())]
+        dist.all_gather(of_ranks, here, group=group)
+        return torch.cat(of_ranks)
 
     return tree_map_only(torch.Tensor, gather, values)

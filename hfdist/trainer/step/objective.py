@@ -2,6 +2,9 @@
 
 So it means the same in every layout, as the loss of next tokens does, which is a sum over targets. Sequences hold whole
 documents, packed: where positions restart, a document begins. A document is a prompt and an answer.
+
+    position_ids   0 1 2 3 0 1 2 | 0 1 2 3 4 5 6      two rows of 7 tokens
+    of_token       0 0 0 0 1 1 1 | 2 2 2 2 2 2 2      three documents
 """
 
 from __future__ import annotations
@@ -30,14 +33,17 @@ from hfdist.trainer.training import Training
 
 @dataclass(frozen=True)
 class Documents:
-    """The documents of a batch by number, in the order of rows; there is room for one a token."""
+    """The documents of a batch, numbered in the order of rows.
+
+    What is given for each document has rows x tokens places: nobody need wait for the device to tell their number.
+    """
 
     of_token: torch.Tensor
-    """Shape [rows, tokens]."""
+    """Number of each token's document; shape [rows, tokens]."""
     is_first: torch.Tensor
-    """Whether a token begins one; shape [rows, tokens]."""
+    """Whether a token begins a document; shape [rows, tokens]."""
     labels: torch.Tensor
-    """Plain labels; shape [rows, tokens]."""
+    """Token ids of the targets, without marks of rejected answers; shape [rows, tokens]."""
     is_rejected: torch.Tensor
     """Whether a label is one of a rejected answer; shape [rows, tokens]."""
 
@@ -59,33 +65,39 @@ class Documents:
 
     @property
     def num_chosen_targets(self) -> torch.Tensor:
-        """Targets of answers that are not rejected, by document."""
+        """Number of targets in each document's answer, 0 if it is rejected; shape [rows x tokens]."""
         return self.sum(((self.labels != IGNORED) & ~self.is_rejected).float())
 
     @property
     def num_rejected_targets(self) -> torch.Tensor:
-        """Targets of rejected answers, by document."""
+        """Number of targets in each document's answer, 0 unless it is rejected; shape [rows x tokens]."""
         return self.sum(((self.labels != IGNORED) & self.is_rejected).float())
 
     def log_probabilities(self, token_losses: torch.Tensor) -> torch.Tensor:
-        """Give the log-probability of each document's answer, from the losses of the tokens but the first of a row."""
+        """Give the log-probability of each document's answer, in nats; shape [rows x tokens].
+
+        `token_losses` are those of all tokens but the first of each row, rows x (tokens - 1) in all.
+        """
         rows, tokens = self.labels.shape
-        return self.sum(nn.functional.pad(-token_losses.view(rows, tokens - 1), (1, 0)))
+        of_tokens = -token_losses.view(rows, tokens - 1)
+        with_first = nn.functional.pad(of_tokens, (1, 0))
+        return self.sum(with_first)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ItemConvention(Convention):
-    """Counts what an objective counts."""
+    """Weights a micro batch by the items of an objective."""
 
     count: Callable[[Batch], torch.Tensor]
+    """Gives the number of items in a batch."""
 
     def weight(self, batch: Batch) -> torch.Tensor:
-        """Count the items."""
+        """Count the items of a batch."""
         return self.count(batch)
 
 
 class Objective:
-    """What a Trainer computes in place of the model's own loss; see `RunOptions.objective`."""
+    """A loss that a Trainer computes in place of the model's own, and the figures that go with it."""
 
     names: tuple[str, ...] = ()
     """Names of the figures, which are means, in the order in which ranks add them up."""
@@ -95,44 +107,46 @@ class Objective:
     _training: Training
 
     def __init__(self) -> None:
-        self._sums: dict[bool, torch.Tensor] = {}
-        """Sum and number of items of each figure, by whether the model trains; shape [figures, 2]."""
+        self._training_sums: torch.Tensor | None = None
+        """Sum and number of items of each figure in training since they were last read; shape [figures, 2]."""
+        self._evaluation_sums: torch.Tensor | None = None
+        """The same of evaluations."""
 
     # ---- what each objective defines ----
 
     def count(self, batch: Batch) -> torch.Tensor:
-        """Count the items of a batch, which may be on any device."""
+        """Give the number of items in a batch, which may be on any device."""
         raise NotImplementedError
 
     def loss(self, model: nn.Module, batch: Batch) -> torch.Tensor:
-        """Sum the losses of the items; `model` as the engine gives it, perhaps one stage."""
+        """Give the sum of the items' losses; `model` is what the engine runs, perhaps one stage of a pipeline."""
         raise NotImplementedError
 
     def begin(self, training: Training) -> None:
-        """Called once the model is ready, with its first weights, before a checkpoint is read. A collective."""
+        """Begin a training: the model has its first weights, and no checkpoint is read yet. A collective."""
         self._training = training
 
     def callbacks(self) -> list[TrainerCallback]:
-        """Give what writes its files."""
+        """Give the callbacks that write the objective's files."""
         return []
 
     def outer_state(self) -> OuterState | None:
-        """Give what a checkpoint holds besides model and optimizer, once the training has begun; None: nothing."""
+        """Give the objective's state in a checkpoint, once the training has begun; None: it has no state."""
         return None
 
     def write_files(self, folder: Path) -> None:
-        """Add to a folder of the model, on rank 0, what whoever opens it needs besides."""
+        """Write the objective's own files into an exported folder of the model, on rank 0."""
 
     def prepare(self, batch: Batch) -> Batch:
-        """Add to a batch, on the CPU, what the loss needs besides."""
+        """Give a batch, on the CPU, with all that the loss needs."""
         return batch
 
     def begin_step(self, batches: list[Batch], hooks: TrainerHooks) -> list[Batch]:
-        """Give what a step trains on, of all micro batches of this data rank. A collective."""
+        """Give the micro batches that a step trains on, from those that this data rank has read. A collective."""
         return [self.prepare(batch) for batch in batches]
 
     def begin_evaluation(self, batches: Iterable[Batch], forward: Forward) -> None:
-        """Called with all batches of a held-out set of this data rank. A collective."""
+        """Begin an evaluation; `batches` are all held-out batches of this data rank. A collective."""
 
     def evaluate(self, forward: Forward) -> list[float]:
         """Give a measure of each held-out example that replaces its loss: the lower, the better.
@@ -145,7 +159,7 @@ class Objective:
 
     @property
     def convention(self) -> Convention:
-        """How the Trainer weights the micro batches."""
+        """The weights of micro batches in a step's loss: numbers of items."""
         return ItemConvention(shifts=True, divides=True, count=self.count)
 
     def num_tokens(self, batch: Batch) -> int:
@@ -156,7 +170,10 @@ class Objective:
         """Give the figures since the last call, and forget them. A collective."""
         if not self.names:
             return {}
-        sums = self._sums.pop(trains, None)
+        if trains:
+            sums, self._training_sums = self._training_sums, None
+        else:
+            sums, self._evaluation_sums = self._evaluation_sums, None
         if sums is None:
             sums = self._zeros()
         if dist.is_initialized():
@@ -172,9 +189,12 @@ class Objective:
         return {f"{prefix}_{name}": value for name, value in self.figures(trains=False).items()}
 
     def _note(self, is_item: torch.Tensor, figures: dict[str, torch.Tensor]) -> None:
-        """Take figures of items, each of the shape of `is_item`."""
-        # DeepSpeed's engine itself never says that it evaluates.
-        sums = self._sums.setdefault(bool(self._training.model.training), self._zeros())
+        """Add figures of items to the sums; each has the shape of `is_item`, and counts where that is True."""
+        # Asked of the model, as DeepSpeed's engine itself never says that it evaluates.
+        if self._training.model.training:
+            sums = self._training_sums = self._zeros() if self._training_sums is None else self._training_sums
+        else:
+            sums = self._evaluation_sums = self._zeros() if self._evaluation_sums is None else self._evaluation_sums
         count = is_item.sum()
         for name, values in figures.items():
             total = torch.where(is_item, values.detach(), 0).double().sum()
@@ -185,7 +205,7 @@ class ObjectiveCallback(TrainerCallback):
     """A callback that is told of a step before its objective computes what it needs of all micro batches."""
 
     def on_objective(self, state: TrainerState) -> None:
-        """Event before `Objective.begin_step`, and so before `on_step_begin`."""
+        """Hear of a step before `Objective.begin_step`, and so before `on_step_begin`."""
         raise NotImplementedError
 
 
@@ -208,7 +228,7 @@ def reduce_tokens(
 ) -> torch.Tensor:
     """Run the model, and give what `reduce` makes of the losses of all tokens but the first of each row.
 
-    No whole logits are made where the training's head defers them (models/loss), in evaluations neither.
+    Where the training's head defers logits, they are never whole, in evaluations neither.
     """
     with nullcontext() if training.head is None else training.head.deferring(model):
         logits = token_logits(model, batch, temperature=temperature, of_images=training.image_names)

@@ -2,6 +2,9 @@
 
 What a token adds depends on how often each expert is chosen in the global batch. So where a rank has several micro
 batches, their forwards run once more beforehand, without gradients and with the same random numbers, to count that.
+
+    one micro batch:   forward, count -> sum over ranks -> weights of the experts -> loss -> backward
+    several:           forwards, count -> sum over ranks -> weights -> (forward, loss, backward) of each micro batch
 """
 
 from __future__ import annotations
@@ -26,13 +29,14 @@ from hfdist.trainer.training import Training
 
 @dataclass(frozen=True)
 class _Counts:
-    """What has been counted since the last reading. Tables have rows as in `RoutingSums`."""
+    """What has been counted since the last reading. A table is [rows as in `RoutingSums`, experts], float64."""
 
     here: torch.Tensor
-    """Counted on this rank, and not told the others."""
+    """Table of what this rank has counted and not yet added to that of the others."""
     by_all: torch.Tensor
-    """Counted by all ranks, in the steps whose loss needs it."""
+    """Table of what all ranks have counted, in the steps whose loss needs it."""
     num_steps: int
+    """Number of the steps in `by_all`."""
     loss_sum: torch.Tensor
     """Sum of the steps' losses, before they are multiplied by the coefficient."""
 
@@ -41,10 +45,10 @@ class RouterLoss:
     """The loss over the routers of one Trainer's model. For a model without routers it does nothing.
 
     Args:
-        training: of the Trainer.
+        training: the handle on the Trainer.
         weighted_loss: says which names labels have.
-        sums_targets: whether its loss is a sum over targets. A class with another loss adds what it likes for each
-            micro batch.
+        sums_targets: whether the Trainer's loss is a sum over targets. A class with another loss adds what it likes
+            for each micro batch.
     """
 
     def __init__(self, training: Training, weighted_loss: WeightedLoss, *, sums_targets: bool) -> None:
@@ -79,7 +83,7 @@ class RouterLoss:
         self._counts = _Counts(nothing, nothing, 0, torch.zeros((), device=device))
 
     def begin_step(self, batches: list[Batch]) -> None:
-        """Take the micro batches of a step of this rank, and note in them which tokens count."""
+        """Keep the micro batches of this rank's step, and note in each which tokens count."""
         if self._routers is None:
             return
         # Routings are added to this table in place.
@@ -101,13 +105,16 @@ class RouterLoss:
     def forget(self) -> None:
         """Begin the figures anew."""
         if self._routers is not None:
-            here, by_all, loss_sum = map(
-                torch.zeros_like, (self._counts.here, self._counts.by_all, self._counts.loss_sum)
+            counts = self._counts
+            self._counts = _Counts(
+                here=torch.zeros_like(counts.here),
+                by_all=torch.zeros_like(counts.by_all),
+                num_steps=0,
+                loss_sum=torch.zeros_like(counts.loss_sum),
             )
-            self._counts = _Counts(here, by_all, 0, loss_sum)
 
     def training(self, hooks: TrainerHooks) -> AbstractContextManager[None]:
-        """Put around forward and backward of a micro batch. A collective at the first of a step."""
+        """Watch the routers during forward and backward of a micro batch; the first of a step is a collective."""
         return nullcontext() if self._routers is None else self._watching(self._routers, hooks)
 
     @contextmanager
@@ -125,6 +132,7 @@ class RouterLoss:
             routers.take()
 
     def _count_beforehand(self, batches: list[Batch], hooks: TrainerHooks) -> None:
+        """Run the forwards of a step for what routers choose, and add it up over the ranks. A collective."""
         self._is_counting = True
         if batches:
             # Before generators are preserved, which this may set.
@@ -137,11 +145,13 @@ class RouterLoss:
             self._sum_over_ranks()
 
     def _forward(self, model: nn.Module, batch: Batch) -> torch.Tensor:
-        """Run the model for what its routers choose."""
+        """Run the model so that its routers choose; the value returned is 0 and means nothing."""
         trainer = self._training.trainer
         inputs = trainer._prepare_inputs(batch)
         counted = inputs.get(COUNTED)
-        left_out = {COUNTED} if self.options else {*self._weighted_loss.label_names, "shift_labels", COUNTED}
+        left_out = {COUNTED}
+        if not self.options:
+            left_out |= {*self._weighted_loss.label_names, "shift_labels"}
         inputs = {name: value for name, value in inputs.items() if name not in left_out}
         self.begin_forward(counted)
         with trainer.compute_loss_context_manager():
@@ -150,7 +160,7 @@ class RouterLoss:
         return torch.zeros(())
 
     def _without_logits(self) -> dict[str, object]:
-        """Options as in training; but no logits are needed, if the head draws no random numbers."""
+        """Give options of a forward that computes logits of one token alone, unless the head draws random numbers."""
         base: Any = base_of(self._training.engine.model)
         head = base.get_output_embeddings()
         options = {"use_cache": False, "logits_to_keep": 1}
@@ -160,7 +170,7 @@ class RouterLoss:
         return {name: value for name, value in options.items() if name in known}
 
     def begin_forward(self, counted: torch.Tensor | None) -> None:
-        """Call it before a forward, of a stage or of a whole model; and `take` after it."""
+        """Note which tokens of the next forward count; None: all. Before each forward, and `take` after it."""
         if self._routers is not None and self._routers.is_watching:
             self._routers.take()
             self._counted = counted
@@ -196,7 +206,7 @@ class RouterLoss:
         )
 
     def _reduce(self) -> torch.Tensor:
-        """Add up what ranks have counted; a tensor group has counted the same."""
+        """Give the table that all ranks have counted; the ranks of a tensor group count the same. A collective."""
         if not self._is_agreed and dist.is_initialized():
             width = torch.tensor(self._counts.here.shape[1], device=self._counts.here.device)
             dist.all_reduce(width, op=dist.ReduceOp.MAX)
@@ -229,5 +239,6 @@ class RouterLoss:
 
 
 def _widened(totals: torch.Tensor, num_experts: int) -> torch.Tensor:
+    """Give a table with a column for each expert; new columns are 0."""
     missing = num_experts - totals.shape[1]
     return functional.pad(totals, (0, missing)) if missing > 0 else totals

@@ -1,4 +1,4 @@
-"""Iterate with random numbers that depend on a seed alone: what ranks have drawn before must not change their order."""
+"""Iteration with random numbers that depend on a seed alone: what a rank has drawn before changes no order of rows."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class _States(NamedTuple):
 def drawing_from(seed: int, begin: Callable[[], Iterator[T]]) -> Iterator[T]:
     """Give the items of `begin()`; what it draws from `random`, numpy and torch (on the CPU) begins at this seed.
 
-    Outside of it these generators go on as if nothing had been drawn.
+    Between two items the program draws on as if `begin()` had drawn nothing: the generators' states are exchanged.
     """
     inner: _States | None = None
     items: Iterator[T] | None = None
@@ -71,7 +71,7 @@ class SameOrder(Sampler[T]):
         return len(self._sampler)
 
     def set_epoch(self, epoch: int) -> None:
-        """Called by accelerate's loader before each pass."""
+        """Set which pass comes next; accelerate's loader calls it before each one."""
         self._epoch = epoch
         if hasattr(self._sampler, "set_epoch"):
             self._sampler.set_epoch(epoch)
@@ -90,14 +90,17 @@ class SameRows(IterableDataset[object]):
 
     def __init__(self, rows: Any, seed: int) -> None:
         self._rows, self._seed = rows, seed
-        # In memory that workers share: those that stay from pass to pass have a copy of everything else.
+        # In shared memory: a worker that stays from pass to pass has copies, and would not see another epoch.
         self._epoch = torch.zeros((), dtype=torch.int64).share_memory_()
 
     def __iter__(self) -> Iterator[object]:
         worker, epoch = get_worker_info(), int(self._epoch)
         if worker is not None and hasattr(self._rows, "set_epoch"):
             self._rows.set_epoch(epoch)
-        seed = self._seed + epoch + (0 if worker is None else 1_000_003 * (worker.id + 1))
+        seed = self._seed + epoch
+        if worker is not None:
+            # A large prime: the seeds of two workers meet in no epoch.
+            seed += 1_000_003 * (worker.id + 1)
         return drawing_from(seed, lambda: iter(self._rows))
 
     def set_epoch(self, epoch: int) -> None:

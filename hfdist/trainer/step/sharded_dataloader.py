@@ -1,4 +1,4 @@
-"""Shard the rows of a user's own dataset over data ranks: ranks of one model replica must read the same.
+"""A loader that deals the rows of a user's own dataset to data ranks: ranks of one model replica read the same.
 
 A step reads the same rows in any layout, each of them once. Where they do not divide, as at the end of an epoch,
 accelerate reads some rows twice; here the ranks that have none left read one row without its targets, which a loss
@@ -23,15 +23,17 @@ from hfdist.models.routers import COUNTED
 from hfdist.strategies.engine import Batch
 from hfdist.topology import Topology
 from hfdist.trainer.step.convention import NUM_ROWS, ignored_like
-from hfdist.trainer.step.global_batches import Collate, GlobalBatches, Share, as_it_is
+from hfdist.trainer.step.global_batches import Collate, CountedRow, GlobalBatches, Share, as_it_is
 from hfdist.trainer.step.same_draws import same_on_all_ranks
 
 _COPIED = ("num_workers", "pin_memory", "timeout", "worker_init_fn", "multiprocessing_context", "generator",
          "prefetch_factor", "persistent_workers", "pin_memory_device", "in_order")  # fmt: skip
-"""Settings of a loader that one made in its place gets, too."""
+"""Settings that the new loader takes over from the one in whose place it is made."""
 
 
 class _Rows(Protocol):
+    """A dataset whose rows have numbers."""
+
     def __len__(self) -> int: ...
     def __getitem__(self, index: int) -> object: ...
 
@@ -41,7 +43,13 @@ class Blank(int):
 
 
 class ShardedBatches(BatchSampler):
-    """Every data_size-th batch of a sampler; a batch of one `Blank` row pads the last round."""
+    """Every data_size-th batch of a sampler; a batch of one `Blank` row pads the last round.
+
+    Five batches b0 to b4 and two data ranks:
+
+        data rank 0    b0    b2    b4
+        data rank 1    b1    b3    one blank row
+    """
 
     def __init__(self, batches: BatchSampler, topology: Topology) -> None:
         # Under the names by which accelerate finds the sampler, to seed it and to put another one in its place.
@@ -54,18 +62,21 @@ class ShardedBatches(BatchSampler):
         return -(-len(self.batch_sampler) // self._size)
 
     def __iter__(self) -> Iterator[list[int]]:
-        group: list[list[int]] = []
+        this_round: list[list[int]] = []
         for batch in self.batch_sampler:
-            group.append(batch)
-            if len(group) == self._size:
-                yield group[self._rank]
-                group = []
-        if group:
-            yield group[self._rank] if self._rank < len(group) else [Blank(group[0][0])]
+            this_round.append(batch)
+            if len(this_round) == self._size:
+                yield this_round[self._rank]
+                this_round = []
+        if self._rank < len(this_round):
+            yield this_round[self._rank]
+        elif this_round:
+            any_row = this_round[0][0]
+            yield [Blank(any_row)]
 
 
-class CountedRows(Dataset[tuple[object, bool]]):
-    """Rows together with whether they count."""
+class CountedRows(Dataset[CountedRow]):
+    """The rows of a dataset, each with whether it counts: one whose number is a `Blank` does not."""
 
     total_dataset_length = 0
     """Rows that accelerate would have to drop from gathered metrics: none is read twice."""
@@ -76,14 +87,17 @@ class CountedRows(Dataset[tuple[object, bool]]):
     def __len__(self) -> int:
         return len(self._rows)
 
-    def __getitem__(self, index: int) -> tuple[object, bool]:
+    def __getitem__(self, index: int) -> CountedRow:
         return self.__getitems__([index])[0]
 
-    def __getitems__(self, indices: list[int]) -> list[tuple[object, bool]]:
-        """Read several rows at once, where the dataset can."""
+    def __getitems__(self, indices: list[int]) -> list[CountedRow]:
+        """Read several rows, at once where the dataset can."""
         numbers = [int(index) for index in indices]
-        read = getattr(self._rows, "__getitems__", lambda numbers: [self._rows[number] for number in numbers])
-        return [(row, not isinstance(index, Blank)) for row, index in zip(read(numbers), indices, strict=True)]
+        if hasattr(self._rows, "__getitems__"):
+            rows = self._rows.__getitems__(numbers)
+        else:
+            rows = [self._rows[number] for number in numbers]
+        return [CountedRow(row, not isinstance(index, Blank)) for row, index in zip(rows, indices, strict=True)]
 
 
 class CountingCollator:
@@ -92,15 +106,18 @@ class CountingCollator:
     def __init__(self, collate: Collate, label_names: Collection[str]) -> None:
         self._collate, self._label_names = collate, label_names
 
-    def __call__(self, rows: list[tuple[object, bool]]) -> object:
-        """Give the batch, with as many rows."""
+    def __call__(self, rows: list[CountedRow]) -> object:
+        """Give the batch of all rows, those that do not count included."""
         blank = [not counts for _, counts in rows]
         batch = self._collate([row if counts else self._without_targets(row) for row, counts in rows])
-        # Once more, where it can be told which labels are of which row: some collators make them.
+        if not any(blank):
+            return batch
+        # Some collators make the labels themselves, so those of the batch are taken away, too.
         if all(blank):
             return without_targets(batch, self._label_names)
-        for name in self._label_names if any(blank) else ():
+        for name in self._label_names:
             labels = batch.get(name)
+            # In a tensor of another length nobody can tell which labels are of which row.
             if isinstance(labels, torch.Tensor) and labels.ndim > 0 and len(labels) == len(rows):
                 labels[blank] = ignored_like(labels[blank])
         return batch
@@ -116,6 +133,7 @@ def without_targets(batch: object, label_names: Collection[str]) -> object:
     if not isinstance(batch, Mapping):
         return batch
     changed: dict[str, torch.Tensor] = {}
+    # Routers count no token of the batch, and a loss that counts rows counts none.
     if isinstance(batch.get("input_ids"), torch.Tensor):
         changed[COUNTED] = torch.zeros_like(batch["input_ids"], dtype=torch.bool)
     if not any(name in batch for name in label_names):
@@ -128,7 +146,13 @@ def without_targets(batch: object, label_names: Collection[str]) -> object:
 
 
 def fill_up_step(samples: list[Batch], num_microbatches: int, label_names: Collection[str] | None) -> list[Batch]:
-    """Fill up the last step of a loader without a length, if it ended within; `label_names` is as in `Dealing`."""
+    """Give as many micro batches as a step has, where a loader without a length has ended within the step.
+
+    Args:
+        samples: micro batches that were read.
+        num_microbatches: number of micro batches in a whole step.
+        label_names: names of the labels that the added batches lose; None: batches are read again with their labels.
+    """
     if not 0 < len(samples) < num_microbatches:
         return samples
     fill = samples if label_names is None else [cast(Batch, without_targets(samples[0], label_names))]
@@ -136,7 +160,7 @@ def fill_up_step(samples: list[Batch], num_microbatches: int, label_names: Colle
 
 
 def _ignored(labels: object) -> object:
-    """Only where collators may need it: single labels are told from their rows in the batch."""
+    """Give labels of the same shape that no loss sees; a single number stays, and is changed in the batch."""
     if isinstance(labels, torch.Tensor):
         return ignored_like(labels)
     return [IGNORED] * len(labels) if isinstance(labels, list) else labels
@@ -150,10 +174,12 @@ class Dealing:
     num_microbatches: int
     """Micro batches of a data rank in a step; 1 in an evaluation."""
     label_names: Collection[str] | None
-    """Labels that rows lose which fill up; None: the loss is no sum over targets, and rows are read again."""
+    """Names of the labels that a row loses if it only fills up; None: the loss is no sum over targets, and rows that
+    fill up are read again with their labels."""
     seed: int
-    """Seed of the data."""
+    """Seed of the order of the data."""
     is_training: bool
+    """Whether the loader is that of the training; otherwise that of an evaluation."""
 
     def prepare(self, accelerator: Accelerator, loader: Any, before: Callable[[object], object]) -> object:
         """Give the loader of this rank; `before` is accelerate's own way, where this one does not apply."""
@@ -162,20 +188,13 @@ class Dealing:
             loader.generator = torch.Generator()
         # By default it is the seed that torch has now, which differs between the stages of a pipeline.
         accelerator.dataloader_config.data_seed = self.seed
-        copied = {name: getattr(loader, name) for name in _COPIED if hasattr(loader, name)}
+        settings = {name: getattr(loader, name) for name in _COPIED if hasattr(loader, name)}
         if isinstance(loader.dataset, IterableDataset):
             if loader.batch_size is None:
                 return before(loader)
-            share = Share(
-                None if self.label_names is None else CountingCollator(loader.collate_fn, self.label_names),
-                loader.collate_fn,
-                micro_batch_size=loader.batch_size,
-                num_microbatches=self.num_microbatches,
-                rank=self.topology.data_rank,
-                num_ranks=self.topology.data,
-            )
-            batches = GlobalBatches(loader, share, seed=self.seed, is_training=self.is_training, settings=copied)
+            batches = self._split_global_batches(loader, settings)
             whole: DataLoader[object] = DataLoader(batches, batch_size=None, collate_fn=as_it_is)
+            # Each rank reads its own share already, so accelerate must not deal the batches once more.
             return prepare_for_data_ranks(accelerator, whole, num_ranks=1, rank=0)
         is_plain = isinstance(loader.batch_sampler, BatchSampler)
         if is_plain:
@@ -184,13 +203,25 @@ class Dealing:
             loader.batch_sampler.sampler = sampler
         if self.topology.data == 1 or self.label_names is None or not is_plain:
             return before(loader)
-        sharded: DataLoader[tuple[object, bool]] = DataLoader(
+        sharded: DataLoader[CountedRow] = DataLoader(
             CountedRows(loader.dataset),
             batch_sampler=ShardedBatches(loader.batch_sampler, self.topology),
             collate_fn=CountingCollator(loader.collate_fn, self.label_names),
-            **copied,
+            **settings,
         )
         return prepare_for_data_ranks(accelerator, sharded, num_ranks=1, rank=0)
+
+    def _split_global_batches(self, loader: Any, settings: dict[str, Any]) -> GlobalBatches:
+        """Give this data rank's share of the global batches of a dataset whose rows have no numbers."""
+        share = Share(
+            None if self.label_names is None else CountingCollator(loader.collate_fn, self.label_names),
+            loader.collate_fn,
+            micro_batch_size=loader.batch_size,
+            num_microbatches=self.num_microbatches,
+            rank=self.topology.data_rank,
+            num_ranks=self.topology.data,
+        )
+        return GlobalBatches(loader, share, seed=self.seed, is_training=self.is_training, settings=settings)
 
 
 @contextmanager
@@ -221,7 +252,7 @@ def prepare_for_data_ranks(
     num_ranks: int,
     rank: int,
 ) -> object:
-    """`Accelerator.prepare_data_loader`, over so many data ranks instead of all processes."""
+    """Prepare a loader as accelerate does, for one of `num_ranks` data ranks instead of one of all processes."""
     prepared = prepare_data_loader(
         data_loader,
         accelerator.device,

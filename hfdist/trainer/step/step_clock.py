@@ -1,4 +1,4 @@
-"""Where the time of this rank's steps goes: the loader, computing, or waiting for others."""
+"""A clock that tells how much of this rank's steps goes to the loader, to computing, and to waiting for others."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ import torch
 
 T = TypeVar("T")
 _SCHEDSTAT = Path("/proc/thread-self/schedstat")
-"""Where Linux counts the time that the calling thread runs, and waits for a core."""
+"""The file in which Linux counts the time that the calling thread runs, and waits for a core; in nanoseconds."""
 
 
 class StepTimes(NamedTuple):
-    """Seconds of a step, of one rank; None: not known, on a GPU."""
+    """Times of a step of one rank; None: not known, as on a GPU."""
 
     step: float
+    """Seconds of the whole step."""
     data: float
     """Seconds in the loader, until it gave the batches."""
     compute: float | None
@@ -29,7 +30,7 @@ class StepTimes(NamedTuple):
 
 
 class StepClock:
-    """Counts since the last reading, on the thread that trains; without what is `paused`.
+    """Counts the time since the last reading, on the thread that trains, without what is `paused`.
 
     A CPU computes a forward and a backward on the calling thread, and gloo communicates on threads of its own: a rank
     whose main thread is blocked waits. A GPU works while its caller goes on, and its kernels wait by themselves.
@@ -55,7 +56,7 @@ class StepClock:
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Leave out what happens meanwhile."""
+        """Leave the time of the block out."""
         begin, busy_begin = time.monotonic(), self._busy_seconds()
         try:
             yield
@@ -85,11 +86,12 @@ class StepClock:
         self._begin()
         if not self._is_cpu:
             return StepTimes(step / steps, data / steps, None, None)
-        # The clocks are not read at the same time.
+        # Limited, as the two clocks are not read at the same time.
         compute = min(busy, max(step - data, 0.0))
         return StepTimes(step / steps, data / steps, compute / steps, max(step - data - compute, 0.0) / steps)
 
     def _busy_seconds(self) -> float:
+        """Give the time that this thread has run, or was ready to run, since it began."""
         # This clock is exact, and the kernel's count in the file is late by one of its ticks.
         on_core = time.thread_time()
         if self._schedstat is None:

@@ -1,4 +1,4 @@
-"""Tokens, tokens a second and MFU of a run."""
+"""Measures the tokens that a run reads, tokens a second, and MFU (the share of the devices' peak FLOPs)."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Throughput:
         self._squares: float | torch.Tensor = 0.0
         """Sum of the squares of the lengths of documents that this rank has read since the last reading."""
         self._placed_tokens = 0
-        """Tokens of these documents."""
+        """Number of tokens in these documents."""
         self.clock = StepClock(device)
         self.of_rank = StepTimes(0.0, 0.0, None, None)
         """This rank's own times of the steps of the last reading."""
@@ -45,15 +45,17 @@ class Throughput:
             yield
 
     def flops_per_token(self, sequence_length: int) -> float:
-        """Operations of one token; the model is counted once for each length."""
+        """Give the floating-point operations of one token in a sequence of this length, forward and backward."""
         self._sequence_length = sequence_length
         return self._flops(sequence_length)
 
     def see_documents(self, positions: Iterable[torch.Tensor]) -> None:
-        """Count the documents of batches, where MFU is known; their positions restart."""
-        for places in positions if self._peak_flops is not None else ():
+        """Count the documents of batches by their positions, which restart at each document; for MFU alone."""
+        if self._peak_flops is None:
+            return
+        for positions_of_batch in positions:
             # Images may have positions of their own: those of the text come first.
-            of_text = places if places.ndim == 2 else places[0]
+            of_text = positions_of_batch if positions_of_batch.ndim == 2 else positions_of_batch[0]
             # The square of a length is the sum of as many odd numbers. It waits on the device until it is read.
             self._squares = self._squares + (2 * of_text + 1).sum()
             self._placed_tokens += of_text.numel()
