@@ -22,6 +22,10 @@ class SequenceToSequence(TokenLoss):
         """Count the tokens of sources and of targets."""
         return super().num_tokens(batch) + int(self.count(batch))
 
+    def target_length(self, batch: Batch) -> int:
+        """Give the tokens of the longest target."""
+        return batch["labels"].shape[-1]
+
     def prepare(self, batch: Batch) -> Batch:
         """Part sources from targets."""
         return pad_pairs([split_pair(*row) for row in zip(batch["input_ids"], batch["labels"], strict=True)])
