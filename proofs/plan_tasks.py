@@ -174,35 +174,37 @@ def _beside(pair: tuple[float, float], unit: float, digits: int) -> str:
     return f"{planned / unit:.{digits}f} / {measured / unit:.{digits}f} ({planned / measured - 1:+.1%})"
 
 
-def make_table(found: Mapping[tuple[str, str], Found]) -> str:
-    """Give the table in Markdown."""
-    rows = [
-        [
-            kind,
-            layout,
-            _beside(one.memory, 2**20, 1),
-            ", ".join(f"{axis} {_beside(pair, 2**20, 2)}" for axis, pair in one.sent.items()),
-        ]
-        for (kind, layout), one in found.items()
-    ]
-    return markdown(["run", "layout", "memory, MiB", "sent in a step, MiB"], rows)
+def make_row(kind: str, layout: str, found: Found) -> list[str]:
+    """Give the cells of a row of the table."""
+    sent = ", ".join(f"{axis} {_beside(pair, 2**20, 2)}" for axis, pair in found.sent.items())
+    return [kind, layout, _beside(found.memory, 2**20, 1), sent]
 
 
 BEGIN, END = "<!-- tasks: begin -->", "<!-- tasks: end -->"
 """Between them the table stands in a page."""
 
 
-def main(page: Path, kinds: Collection[str], layouts: Collection[str]) -> None:
-    """Measure, and write the table into the page."""
-    found = {}
-    for name in kinds:
-        for layout in [layout for layout in KINDS[name].layouts if layout in layouts]:
-            found[name, layout] = compare(name, layout)
-            logger.info("%s", make_table({(name, layout): found[name, layout]}).splitlines()[-1])
+def write_row(page: Path, row: list[str]) -> None:
+    """Put a row into the table between the marks of a page, in the order of `KINDS`; the others stay."""
     before, _, rest = page.read_text(encoding="utf-8").partition(BEGIN)
-    _, _, after = rest.partition(END)
+    table, _, after = rest.partition(END)
     assert after, f"{page} has no marks {BEGIN} and {END}"
-    page.write_text(f"{before}{BEGIN}\n\n{make_table(found)}\n\n{END}{after}", encoding="utf-8")
+    lines = [line for line in table.splitlines() if line.startswith("|")]
+    old = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines[2:]]
+    rows = {(kind, layout): [kind, layout, *cells] for kind, layout, *cells in [*old, row]}
+    places = [(kind, layout) for kind in KINDS for layout in KINDS[kind].layouts]
+    listed = [rows[place] for place in places if place in rows]
+    written = markdown(["run", "layout", "memory, MiB", "sent in a step, MiB"], listed)
+    page.write_text(f"{before}{BEGIN}\n\n{written}\n\n{END}{after}", encoding="utf-8")
+
+
+def main(page: Path, kinds: Collection[str], layouts: Collection[str]) -> None:
+    """Measure, and write each row into the page."""
+    for kind in kinds:
+        for layout in [layout for layout in KINDS[kind].layouts if layout in layouts]:
+            row = make_row(kind, layout, compare(kind, layout))
+            logger.info("%s", " | ".join(row))
+            write_row(page, row)
 
 
 if __name__ == "__main__":
