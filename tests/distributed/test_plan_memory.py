@@ -69,7 +69,7 @@ def test_a_traced_peak_is_the_measured_one(cell, bound):
 )
 def test_a_step_of_another_task_holds_what_is_planned(kind, layout, tmp_path):
     overrides = [*KINDS[kind].write(tmp_path), *LAYOUTS[layout][1], "train.global_batch_size=16", "train.max_steps=4"]
-    # Rows that are all alike need no mask, and a plan has one.
+    # ZeRO-3 is traced as holding more than it does.
     assert abs(compare_run(compose_config(overrides, name="tune"), 2).error) < 0.08
 
 
