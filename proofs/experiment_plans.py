@@ -99,8 +99,10 @@ def page() -> str:
         markdown(["experiment", "on", "layout", "a rank needs", "between", "of", "bound by"], needs),
         "\n## Time and cost\n",
         markdown(["experiment", "a step", "tokens a second", "MFU", "steps", "the run", "GPU-hours", "cost"], times),
-        "\nRuns without a number of steps make passes over the data that you give. Of `arithmetic_grpo` the\n"
-        "plan counts prompts, and not the answers ([why](reinforcement.md#prompts-and-batches)).\n",
+        "\nRuns without a number of steps make passes over the data that you give. Some plans leave something out\n"
+        "([what a plan does not know](plan.md#what-it-does-not-know)):\n",
+        *(f"* `{name}`: {found['not_counted']}" for name, found in made.items() if found["not_counted"]),
+        "",
         "## Beside published figures\n",
         markdown(["experiment", "planned", "published"], _beside_published(made)),
         "\nThe others have layouts and kernels of their own.\n",

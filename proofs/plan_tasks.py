@@ -1,7 +1,8 @@
 """Plans beside real runs of tasks that are not of next tokens: memory, and bytes sent. `make plan`.
 
-One small run of each kind in each layout that takes it, on two gloo ranks. Rows are as long as a plan assumes. Memory
-is measured as in plan_memory.py; bytes are those of the grade that the run gives its own plan.
+One small run of each kind in each layout that takes it, on two gloo ranks. Rows are as long as a plan assumes: the
+longest that may be, and some a little shorter, so that there is a mask. Memory is measured as in plan_memory.py; bytes
+are those of the grade that the run gives its own plan.
 
 python -m proofs.plan_tasks docs/plan.md [--kinds "classify;mlm"] [--layouts ddp]
 """
@@ -33,8 +34,8 @@ logger = logging.getLogger(__name__)
 
 _LENGTH = 128
 _PROCESSES = 2
-_LONG = " ".join((WORDS * _LENGTH)[: 2 * _LENGTH])
-"""A text that is cut everywhere."""
+_MARKS = 2
+"""Tokens that BERT's tokenizer adds to a text; to a pair of texts one more, and T5's one less."""
 _TEXTS = f"data.texts.max_tokens={_LENGTH // 2}"
 _COMMON = (
     "data=files",
@@ -81,28 +82,49 @@ class Kind:
         return [*_COMMON, *self.overrides, *places, "model.allow_missing=true"]
 
 
+def _words(number: int, most: int) -> list[str]:
+    """Give the words of a text: `most` or, of two rows in three, one or two fewer, and others in each row."""
+    return [WORDS[(number + place) % len(WORDS)] for place in range(most - number % 3)]
+
+
+def _text(number: int, tokens: int) -> str:
+    return " ".join(_words(number, tokens - _MARKS))
+
+
 def _retrieval(number: int) -> dict[str, Any]:
-    return {"query": f"{WORDS[number % 15]} {_LONG}", "positive": f"{WORDS[number % 13]} {_LONG}"}
-
-
-def _labelled(number: int) -> dict[str, Any]:
-    return {"text": f"{WORDS[number % 15]} {_LONG}", "label": ("no", "yes")[number % 2]}
+    return {"query": _text(number, _LENGTH // 2), "positive": _text(number + 1, _LENGTH // 2)}
 
 
 def _documents(number: int) -> dict[str, Any]:
-    return {"text": f"{WORDS[number % 15]} {_LONG} {_LONG}"}
+    return {"text": _text(number, _LENGTH)}
 
 
 _IN_PIPELINES = ("ddp", "zero3", "fsdp2", "1f1b")
 KINDS = {
     "embed, decoder": Kind(model="llama", overrides=("task=embed", _TEXTS), row=_retrieval, layouts=_IN_PIPELINES),
     "embed, encoder": Kind(model="bert", overrides=("task=embed", _TEXTS), row=_retrieval),
-    "rerank": Kind(model="bert", overrides=("task=rerank",), row=lambda n: _retrieval(n) | {"negative": _LONG}),
-    "classify": Kind(model="llama", overrides=("task=classify",), row=_labelled, layouts=_IN_PIPELINES),
+    "rerank": Kind(
+        model="bert",
+        overrides=("task=rerank",),
+        row=lambda n: {
+            "query": _text(3 * n, _LENGTH // 2),
+            "positive": _text(n, _LENGTH // 2 + 1),
+            "negative": _text(n + 1, _LENGTH // 2 + 1),
+        },
+    ),
+    "classify": Kind(
+        model="llama",
+        overrides=("task=classify",),
+        row=lambda n: _documents(n) | {"label": ("no", "yes")[n % 2]},
+        layouts=_IN_PIPELINES,
+    ),
     "token_classify": Kind(
         model="bert",
         overrides=("task=token_classify",),
-        row=lambda n: {"tokens": _LONG.split(), "tags": [f"tag {n % 3}"] * len(_LONG.split())},
+        row=lambda n: {
+            "tokens": _words(n, _LENGTH - _MARKS),
+            "tags": [f"tag {n % 3}"] * len(_words(n, _LENGTH - _MARKS)),
+        },
     ),
     "mlm": Kind(model="bert", overrides=("task=mlm", "data.too_long=split"), row=_documents),
     "seq2seq": Kind(
@@ -112,7 +134,7 @@ KINDS = {
             f"data.pairs.max_source_tokens={_LENGTH // 2}",
             f"data.pairs.max_target_tokens={_LENGTH // 2}",
         ),
-        row=lambda n: {"source": f"{WORDS[n % 15]} {_LONG}", "target": _LONG},
+        row=lambda n: {"source": _text(n, _LENGTH // 2 + 1), "target": _text(n + 1, _LENGTH // 2 + 1)},
     ),
     "span_corruption": Kind(model="t5", overrides=("task=span_corruption", "data.too_long=split"), row=_documents),
 }
@@ -152,35 +174,37 @@ def _beside(pair: tuple[float, float], unit: float, digits: int) -> str:
     return f"{planned / unit:.{digits}f} / {measured / unit:.{digits}f} ({planned / measured - 1:+.1%})"
 
 
-def make_table(found: Mapping[tuple[str, str], Found]) -> str:
-    """Give the table in Markdown."""
-    rows = [
-        [
-            kind,
-            layout,
-            _beside(one.memory, 2**20, 1),
-            ", ".join(f"{axis} {_beside(pair, 2**20, 2)}" for axis, pair in one.sent.items()),
-        ]
-        for (kind, layout), one in found.items()
-    ]
-    return markdown(["run", "layout", "memory, MiB", "sent in a step, MiB"], rows)
+def make_row(kind: str, layout: str, found: Found) -> list[str]:
+    """Give the cells of a row of the table."""
+    sent = ", ".join(f"{axis} {_beside(pair, 2**20, 2)}" for axis, pair in found.sent.items())
+    return [kind, layout, _beside(found.memory, 2**20, 1), sent]
 
 
 BEGIN, END = "<!-- tasks: begin -->", "<!-- tasks: end -->"
 """Between them the table stands in a page."""
 
 
-def main(page: Path, kinds: Collection[str], layouts: Collection[str]) -> None:
-    """Measure, and write the table into the page."""
-    found = {}
-    for name in kinds:
-        for layout in [layout for layout in KINDS[name].layouts if layout in layouts]:
-            found[name, layout] = compare(name, layout)
-            logger.info("%s", make_table({(name, layout): found[name, layout]}).splitlines()[-1])
+def write_row(page: Path, row: list[str]) -> None:
+    """Put a row into the table between the marks of a page, in the order of `KINDS`; the others stay."""
     before, _, rest = page.read_text(encoding="utf-8").partition(BEGIN)
-    _, _, after = rest.partition(END)
+    table, _, after = rest.partition(END)
     assert after, f"{page} has no marks {BEGIN} and {END}"
-    page.write_text(f"{before}{BEGIN}\n\n{make_table(found)}\n\n{END}{after}", encoding="utf-8")
+    lines = [line for line in table.splitlines() if line.startswith("|")]
+    old = [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines[2:]]
+    rows = {(kind, layout): [kind, layout, *cells] for kind, layout, *cells in [*old, row]}
+    places = [(kind, layout) for kind in KINDS for layout in KINDS[kind].layouts]
+    listed = [rows[place] for place in places if place in rows]
+    written = markdown(["run", "layout", "memory, MiB", "sent in a step, MiB"], listed)
+    page.write_text(f"{before}{BEGIN}\n\n{written}\n\n{END}{after}", encoding="utf-8")
+
+
+def main(page: Path, kinds: Collection[str], layouts: Collection[str]) -> None:
+    """Measure, and write each row into the page."""
+    for kind in kinds:
+        for layout in [layout for layout in KINDS[kind].layouts if layout in layouts]:
+            row = make_row(kind, layout, compare(kind, layout))
+            logger.info("%s", " | ".join(row))
+            write_row(page, row)
 
 
 if __name__ == "__main__":

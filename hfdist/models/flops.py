@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -26,8 +26,8 @@ class ModelSize:
     num_parameters: int
     """Number of all parameters; tied ones count once."""
     num_multiplying: float
-    """Number of parameters that multiply a token, without an embedding that is only looked up. Of experts, the share
-    that a router chooses counts, so it may be no whole number."""
+    """Number of parameters that multiply a token, without an embedding that is only looked up, and without a pooler,
+    which reads one token of a row. Of experts, the share that a router chooses counts, so it may be no whole number."""
     num_trained: int
     """Number of parameters that are not frozen."""
     num_of_source: float = 0.0
@@ -37,6 +37,8 @@ class ModelSize:
 
 _KEYS_OF_SOURCE = re.compile(r"\.\w*(?:enc|cross)\w*\.(?:\w+\.)*(?:[kv]|[kv]_proj|key|value)\.", re.IGNORECASE)
 """In the name of a parameter of a decoder: it makes keys or values of what the encoder gives."""
+_OF_POOLER = re.compile(r"(^|\.)pooler\.")
+"""In the name of a parameter: BERT and its kin read their first token with it."""
 
 
 def measure_size(model: PreTrainedModel, numel: Numel = torch.numel) -> ModelSize:
@@ -47,19 +49,28 @@ def measure_size(model: PreTrainedModel, numel: Numel = torch.numel) -> ModelSiz
         numel: gives the number of elements of the whole parameter, also where a rank holds a part.
     """
     total = num_parameters(model, numel)
-    embedding = getattr(input_embeddings(model), "weight", None)
-    head = getattr(model.get_output_embeddings(), "weight", None)
-    looked_up = 0 if embedding is None or head is embedding else numel(embedding)
+    idle, head = _find_idle(model), getattr(model.get_output_embeddings(), "weight", None)
     active = num_active(model.named_parameters(), model.config.get_text_config(), numel)
     return ModelSize(
         num_parameters=total,
-        num_multiplying=active - looked_up,
+        num_multiplying=active - sum(numel(own) for own in idle.values() if own is not head),
         num_trained=num_trained(model, numel),
-        num_of_source=_count_of_source(model, embedding, numel),
+        num_of_source=_count_of_source(model, idle, numel),
     )
 
 
-def _count_of_source(model: PreTrainedModel, embedding: torch.Tensor | None, numel: Numel) -> float:
+def _find_idle(model: PreTrainedModel) -> dict[int, torch.Tensor]:
+    """Find the parameters that multiply no token where they stand, by their ids: tables, and poolers.
+
+    A tied head is among them.
+    """
+    embedding = getattr(input_embeddings(model), "weight", None)
+    tables = (module.weight for module in model.modules() if isinstance(module, torch.nn.Embedding))
+    poolers = (parameter for name, parameter in model.named_parameters() if _OF_POOLER.search(name))
+    return {id(own): own for own in (embedding, *tables, *poolers) if own is not None}
+
+
+def _count_of_source(model: PreTrainedModel, idle: Mapping[int, torch.Tensor], numel: Numel) -> float:
     if not model.config.is_encoder_decoder:
         return 0.0
     encoder: object = model.get_encoder()
@@ -68,7 +79,7 @@ def _count_of_source(model: PreTrainedModel, embedding: torch.Tensor | None, num
         sum(
             numel(parameter)
             for name, parameter in model.named_parameters()
-            if parameter is not embedding and (id(parameter) in of_encoder or _KEYS_OF_SOURCE.search(f".{name}"))
+            if id(parameter) not in idle and (id(parameter) in of_encoder or _KEYS_OF_SOURCE.search(f".{name}"))
         )
     )
 
@@ -78,11 +89,11 @@ def flops_per_token(config: PreTrainedConfig, size: ModelSize, sequence_length: 
 
         4 * N + 2 * M + 12 * L * H * T
 
-    N: parameters that multiply a token (all but the input embedding, and of experts only those that a router chooses; a
-    tied head counts once), M: those of them that are trained, L: blocks, H: attention heads times head size, T: tokens
-    in a sequence. The attention term counts the full square, not the causal half, as PaLM's and llm-foundry's MFU do.
-    Recomputed activations are not counted. Packed documents count as one; `mfu_documents` of a run counts the square of
-    each.
+    N: parameters that multiply a token (no embedding that is looked up, no pooler, and of experts only those that a
+    router chooses; a tied head counts once), M: those of them that are trained, L: blocks, H: attention heads times
+    head size, T: tokens in a sequence. The attention term counts the full square, not the causal half, as PaLM's and
+    llm-foundry's MFU do. Recomputed activations are not counted. Packed documents count as one; `mfu_documents` of a
+    run counts the square of each.
 
     With `target_length` T of an encoder-decoder and `sequence_length` S of its sources, the mean over the tokens of
     both: each multiplies the weights of its side, and L * T is that of S * S, of T * T, and of T * S across.

@@ -5,21 +5,17 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from hfdist.models.image_text import may_read_images
 from hfdist.planning.advise import advise
 from hfdist.planning.calibration_steps import run_steps
 from hfdist.planning.candidates import candidate_to_json, describe_candidates
 from hfdist.planning.describe import describe_plan
 from hfdist.planning.machines import find_machines
 from hfdist.planning.make_plan import find_planned_architecture, make_plan
+from hfdist.planning.not_counted import not_counted
 from hfdist.planning.request import PlanRequest
 from hfdist.planning.searching.evaluate import Candidate, Machines
 from hfdist.planning.searching.fewest import fewest_processes
 from hfdist.planning.searching.search import search
-
-_OF_TEXT = """
-
-This counts tokens only. What reads images takes memory and time besides, unless data.images.used=false."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,19 +41,19 @@ def answer(request: PlanRequest) -> Answer:
         run_steps(request.line, processes)
     machines = find_machines(config, asked, request.hardware, processes)
     architecture = find_planned_architecture(config, machines.hardware.device_type)
+    note = not_counted(config, architecture)
     if request.processes is None:
         fewest = fewest_processes(config, architecture, machines, searches=asked.search)
-        return _answer_candidates(request, machines, [fewest])
+        return _answer_candidates(request, machines, [fewest], note)
     if asked.search:
         found = search(config, architecture, machines, processes=processes, best=asked.best)
-        return _answer_candidates(request, machines, found.candidates)
+        return _answer_candidates(request, machines, found.candidates, note)
     plan = make_plan(config, machines, processes, architecture)
     plan = replace(plan, advice=advise(plan, config, architecture, machines))
-    may_see = may_read_images(architecture) and config.data.images.used is not False
-    text = describe_plan(plan) + (_OF_TEXT if may_see else "")
-    return Answer(text=text, content=plan.to_json(), fits=plan.fits)
+    return Answer(text=describe_plan(plan), content=plan.to_json(), fits=plan.fits)
 
 
-def _answer_candidates(request: PlanRequest, machines: Machines, found: Sequence[Candidate]) -> Answer:
-    content = [candidate_to_json(one) for one in found]
-    return Answer(text=describe_candidates(request, machines, found), content=content, fits=bool(found))
+def _answer_candidates(request: PlanRequest, machines: Machines, found: Sequence[Candidate], note: str) -> Answer:
+    content = [candidate_to_json(one) | {"not_counted": note} for one in found]
+    text = "\n\n".join(part for part in (describe_candidates(request, machines, found), note) if part)
+    return Answer(text=text, content=content, fits=bool(found))

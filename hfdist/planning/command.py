@@ -25,12 +25,6 @@ from hfdist.topology import read_launcher
 
 JSON_FLAG = "--json"
 DOES_NOT_FIT = ResourceError.exit_code
-_OF_PROMPTS = """
-
-This counts prompts only. The run also samples answers, and a forward has task.num_generations of them for each."""
-_OF_ROWS = """
-
-This counts steps that learn from the rows. In task.on_policy of the steps the run also samples answers."""
 _HELP = """\
 Say what a run will need before it starts: memory, time, traffic and cost, on any hardware. It starts nothing.
 
@@ -107,9 +101,7 @@ def _plan(arguments: list[str]) -> None:
     os.environ["DS_ACCELERATOR"] = "cpu"
     with redirect_stdout(sys.stderr):
         found = answer(request)
-    task = request.config.task
-    note = _OF_PROMPTS if task.name.traits.is_reinforcement else _OF_ROWS if task.answers_prompts else ""
-    sys.stdout.write(f"{json.dumps(found.content, indent=1) if request.as_json else found.text + note}\n")
+    sys.stdout.write(f"{json.dumps(found.content, indent=1) if request.as_json else found.text}\n")
     if not found.fits:
         sys.exit(DOES_NOT_FIT)
 

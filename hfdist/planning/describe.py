@@ -31,6 +31,7 @@ def describe_plan(plan: Plan) -> str:
     if plan.islands is not None:
         lines += ["", _head_of_islands(plan.islands), *_table(_island_rows(plan.islands))]
     lines += ["", *_table(_run_rows(plan))]
+    lines += ["", plan.not_counted] if plan.not_counted else []
     return "\n".join(line.rstrip() for line in lines)
 
 
@@ -52,7 +53,7 @@ def describe_shortly(plan: Plan) -> str:
     in_all += "" if plan.hours is None or plan.cost is None else f" for {money(plan.cost, plan.currency)}"
     return (
         f"{size(plan.memory.use.total)} on rank {plan.memory.rank}{memory_range}: {parts}; "
-        f"{duration(plan.time.seconds)} a step{in_all}"
+        f"{duration(plan.time.seconds)} a step{in_all}{'. ' if plan.not_counted else ''}{plan.not_counted}"
     )
 
 

@@ -40,6 +40,7 @@ from hfdist.optim.registry import stepped_whole
 from hfdist.pipeline.partition import choose_stages
 from hfdist.pipeline.schedule import stages_per_rank
 from hfdist.planning.island_traffic import exchanged_elements, island_traffic
+from hfdist.planning.not_counted import not_counted
 from hfdist.planning.plan import Plan
 from hfdist.planning.searching.evaluate import Candidate, Evaluator, Machines
 from hfdist.planning.searching.search import measure
@@ -158,7 +159,7 @@ def make_plan(
         kept_bytes_per_step=batch.tokens_per_step * _kept_bytes(config),
         is_traced=by_formulas is None,
     )
-    plan = replace(plan, binds=_binds(plan))
+    plan = replace(plan, binds=_binds(plan), not_counted=not_counted(config, architecture))
     return plan if config.train.epochs is not None else with_steps(plan, config, machines, config.train.max_steps)
 
 

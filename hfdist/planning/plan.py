@@ -47,6 +47,8 @@ class Plan:
     """What a step's time or the layout is bound by: `memory`, `compute` or `link`."""
     advice: str | None = None
     """The one change that would help most, with its override."""
+    not_counted: str = ""
+    """What of the run is in no figure, in words; empty: nothing. Such a plan is not graded."""
 
     @property
     def fits(self) -> bool:

@@ -38,6 +38,7 @@ from hfdist.strategies.engine import Batch, Engine, Forward, TrainerHooks
 from hfdist.trainer import trl_trainers
 from hfdist.trainer.evaluation.loop import Evaluator
 from hfdist.trainer.hooks import owner_of
+from hfdist.trainer.run_options import RunOptions
 from hfdist.trainer.step.convention import Convention, num_input_tokens
 from hfdist.trainer.step.find_convention import find_convention
 from hfdist.trainer.step.forwards import evaluating
@@ -58,6 +59,7 @@ class EngineTrainer(transformers.Trainer):
     """
 
     strategy: Strategy | None
+    options: RunOptions
     training: Training
     """The handle that the Trainer's parts share."""
     checkpointer: Checkpointer
@@ -227,7 +229,9 @@ class EngineTrainer(transformers.Trainer):
         num_tokens = num_input_tokens(inputs)
         if self.engine is None or not isinstance(self.model, PreTrainedModel) or num_tokens == 0:
             return super().floating_point_ops(inputs)
-        return round(self.throughput.flops_per_token(inputs["input_ids"].shape[-1]) * num_tokens)
+        source, objective = inputs["input_ids"].shape[-1], self.options.objective
+        target = 0 if objective is None else objective.target_length(inputs)
+        return round(self.throughput.flops_per_token(source, target) * num_tokens * (source + target) / source)
 
     def _agree_on_tokens(self) -> None:
         """Let all ranks have the same number of tokens read. A collective."""
@@ -251,8 +255,9 @@ class EngineTrainer(transformers.Trainer):
         self.state.total_flos += total.item() / (self.args.world_size // self.strategy.topology.data)
         self.current_flos = 0
 
-    def _flops_per_token(self, sequence_length: int) -> float:
-        return flops_per_token(cast(PreTrainedModel, self.model).config, self._engine.size, sequence_length)
+    def _flops_per_token(self, sequence_length: int, target_length: int) -> float:
+        config = cast(PreTrainedModel, self.model).config
+        return flops_per_token(config, self._engine.size, sequence_length, target_length)
 
     def _clip_grad_norm(self, model: nn.Module) -> object:
         if self.engine is None:

@@ -26,6 +26,10 @@ class SequenceToSequence(TokenLoss):
         """Count the tokens of the sources and of the targets of a prepared batch."""
         return super().num_tokens(batch) + int(self.count(batch))
 
+    def target_length(self, batch: Batch) -> int:
+        """Give the tokens of the longest target."""
+        return batch["labels"].shape[-1]
+
     def prepare(self, batch: Batch) -> Batch:
         """Split the rows of a batch into sources, which the encoder reads, and targets."""
         return pad_pairs([split_pair(*row) for row in zip(batch["input_ids"], batch["labels"], strict=True)])

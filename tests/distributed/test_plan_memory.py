@@ -10,6 +10,7 @@ from hfdist.config.strategy import StrategyConfig
 from hfdist.config.task import TaskConfig, TaskName, TeacherSharding
 from hfdist.run import prepare_run
 from hfdist.testing import run_ranks
+from proofs import plan_tasks
 from proofs.plan_memory import (
     BEGIN,
     BOUND,
@@ -68,7 +69,7 @@ def test_a_traced_peak_is_the_measured_one(cell, bound):
 )
 def test_a_step_of_another_task_holds_what_is_planned(kind, layout, tmp_path):
     overrides = [*KINDS[kind].write(tmp_path), *LAYOUTS[layout][1], "train.global_batch_size=16", "train.max_steps=4"]
-    # Rows that are all alike need no mask, and a plan has one.
+    # ZeRO-3 is traced as holding more than it does.
     assert abs(compare_run(compose_config(overrides, name="tune"), 2).error) < 0.08
 
 
@@ -112,3 +113,17 @@ def test_the_table_replaces_that_of_the_page(tmp_path):
     assert "old" not in page.read_text()
     assert make_table(read_table(page)) == make_table(found)
     assert page.read_text().endswith(f"{END}\nafter\n")
+
+
+def test_a_row_of_a_task_replaces_that_of_the_page(tmp_path):
+    page = tmp_path / "plan.md"
+    page.write_text(f"# Plan\n{plan_tasks.BEGIN}\nold\n{plan_tasks.END}\nafter\n")
+    for kind, layout, planned in (("mlm", "ddp", 2), ("classify", "ddp", 3), ("mlm", "ddp", 4)):
+        found = plan_tasks.Found(memory=(planned * 2**20, 2**22), sent={"data": (2**20, 2**20)})
+        plan_tasks.write_row(page, plan_tasks.make_row(kind, layout, found))
+    lines = page.read_text().splitlines()
+    assert [line for line in lines if line.startswith(("| mlm", "| classify"))] == [
+        "| classify | ddp | 3.0 / 4.0 (-25.0%) | data 1.00 / 1.00 (+0.0%) |",
+        "| mlm | ddp | 4.0 / 4.0 (+0.0%) | data 1.00 / 1.00 (+0.0%) |",
+    ]
+    assert (lines[0], lines[-1]) == ("# Plan", "after")

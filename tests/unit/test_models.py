@@ -6,7 +6,7 @@ import shlex
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM, LlamaForCausalLM
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSeq2SeqLM, LlamaForCausalLM
 
 from hfdist.config.model import Dtype, Init, ModelConfig, TokenizerConfig
 from hfdist.errors import ConfigError, ResourceError
@@ -350,6 +350,13 @@ def test_tokens_of_sources_and_targets_multiply_the_weights_of_their_side(kind):
     counted = flops_per_token(model.config, measure_size(model), source, target) * (source + target)
     used = forward_flops(model, input_ids=source, decoder_input_ids=target)
     assert counted == pytest.approx(3 * used, rel=0.06)
+
+
+def test_no_token_multiplies_the_tables_of_positions_or_a_pooler():
+    model = AutoModel.from_config(shrink(AutoConfig.for_model("bert"), num_blocks=2))
+    used = num_parameters(model.encoder) + num_parameters(model.embeddings.LayerNorm)
+    assert measure_size(model).num_multiplying == used
+    assert num_parameters(model.pooler) > 0
 
 
 def test_a_token_costs_only_the_experts_that_are_chosen_for_it():

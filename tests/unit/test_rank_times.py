@@ -238,7 +238,7 @@ def test_mfu_of_documents_counts_their_own_squares(monkeypatch):
     throughput.see_documents([torch.arange(8)[None]])
     assert "mfu" not in throughput.read(1)
     monkeypatch.setattr(throughput, "_peak_flops", 1e3)
-    throughput.start(0, 0, lambda length: 5.0 + 2.0 * length, num_devices=1)
+    throughput.start(0, 0, lambda length, _: 5.0 + 2.0 * length, num_devices=1)
     throughput.flops_per_token(8)
     for lengths, squares in (((8,), 64), ((3, 4, 1), 26)):
         throughput.see_documents([torch.cat([torch.arange(n) for n in lengths])[None]])

@@ -1,5 +1,8 @@
 """The loss of targets in transformers' types of encoder-decoders, what refuses a type, and greedy targets."""
 
+from functools import partial
+from types import SimpleNamespace
+
 import pytest
 import torch
 from transformers import AutoConfig, AutoModelForSeq2SeqLM, MBartConfig, MBartTokenizer
@@ -8,10 +11,13 @@ from transformers.models.mbart.modeling_mbart import shift_tokens_right
 from hfdist.config.model import Init, ModelConfig
 from hfdist.config.task import Head
 from hfdist.errors import ConfigError
+from hfdist.models.flops import flops_per_token, measure_size
 from hfdist.models.target_loss import check_target_loss, pad_pairs, sum_target_losses
 from hfdist.topology import Topology
+from hfdist.trainer.engine_trainer import EngineTrainer
 from hfdist.trainer.generation.limits import GenerationLimits
 from hfdist.trainer.generation.targets import write_targets
+from hfdist.trainer.step.throughput import Throughput
 from hfdist.tune.fit_model import fit_model
 from hfdist.tune.seq2seq import SequenceToSequence
 from tests.marks import many
@@ -80,6 +86,16 @@ def test_a_row_is_parted_where_its_targets_begin():
     assert prepared["attention_mask"].tolist() == [[1, 1], [1, 0], [1, 0]]
     assert prepared["labels"].tolist() == [[7, 8, 1], [4, 1, -100], [-100] * 3]
     assert int(SequenceToSequence().count(batch)) == int(SequenceToSequence().count(prepared)) == 5
+
+
+def test_a_batch_counts_the_operations_of_both_sides():
+    model, throughput = make_model(5.0), Throughput(torch.device("cpu"))
+    count = partial(flops_per_token, model.config, measure_size(model))
+    throughput.start(0, 0, count, num_devices=1)
+    options = SimpleNamespace(objective=SequenceToSequence())
+    trainer = SimpleNamespace(engine=object(), model=model, options=options, throughput=throughput)
+    batch = {"input_ids": torch.zeros(2, 6, dtype=torch.long), "labels": torch.zeros(2, 3, dtype=torch.long)}
+    assert EngineTrainer.floating_point_ops(trainer, batch) == round(2 * (6 + 3) * count(6, 3))
 
 
 def test_a_type_without_a_start_token_begins_as_in_training():

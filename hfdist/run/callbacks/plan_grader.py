@@ -35,7 +35,7 @@ _UNSTEADY_STEPS = 2
 
 
 class PlanGrader(TrainerCallback):
-    """Measures what a plan has predicted. All ranks have it; rank 0 writes.
+    """Measures what a plan has predicted, where that is all of a step. All ranks have it; rank 0 writes.
 
     Args:
         plan: the plan, on rank 0; None: there is none, and nothing is written.
@@ -97,7 +97,8 @@ class PlanGrader(TrainerCallback):
         """Write the grade on rank 0. A collective."""
         held_here = self._held if self._runtime_bytes is None else self._held | {"runtime": self._runtime_bytes}
         held = gather_json(held_here, control_group())
-        if self._plan is None:
+        if self._plan is None or self._plan.not_counted:
+            # What was measured holds more than what was planned.
             return
         with _warning(self._folder.grade.name):
             measured = self._measure(held, state)

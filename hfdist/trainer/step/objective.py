@@ -166,6 +166,10 @@ class Objective:
         """Count the tokens that the model reads of a batch as `begin_step` gives it."""
         return num_input_tokens(batch)
 
+    def target_length(self, batch: Batch) -> int:
+        """Give the tokens that a decoder reads of a row beside its `input_ids`; 0: there are none."""
+        return 0
+
     def figures(self, *, trains: bool) -> dict[str, float]:
         """Give the figures since the last call, and forget them. A collective."""
         if not self.names:

@@ -20,8 +20,8 @@ class Throughput:
         """Tokens read by all data ranks since the beginning of the run, resumes included; who reads them adds them."""
         self._peak_flops = peak_flops(device)
         self._num_devices = 1
-        self._flops: Callable[[int], float] = float
-        self._sequence_length = self._last_step = self._last_tokens = 0
+        self._flops: Callable[[int, int], float] = max
+        self._sequence_length = self._target_length = self._last_step = self._last_tokens = 0
         self._squares: float | torch.Tensor = 0.0
         """Sum of the squares of the lengths of documents that this rank has read since the last reading."""
         self._placed_tokens = 0
@@ -30,8 +30,8 @@ class Throughput:
         self.of_rank = StepTimes(0.0, 0.0, None, None)
         """This rank's own times of the steps of the last reading."""
 
-    def start(self, step: int, tokens: int, flops_per_token: Callable[[int], float], *, num_devices: int) -> None:
-        """Start the clock after so many steps and tokens; FLOPs of a token go by the length of its sequence."""
+    def start(self, step: int, tokens: int, flops_per_token: Callable[[int, int], float], *, num_devices: int) -> None:
+        """Start the clock after so many steps and tokens; FLOPs of a token go by lengths: of sequence and target."""
         self.tokens = self._last_tokens = tokens
         self._last_step = step
         self._flops, self._num_devices = cache(flops_per_token), num_devices
@@ -44,10 +44,13 @@ class Throughput:
         with self.clock.paused():
             yield
 
-    def flops_per_token(self, sequence_length: int) -> float:
-        """Give the floating-point operations of one token in a sequence of this length, forward and backward."""
-        self._sequence_length = sequence_length
-        return self._flops(sequence_length)
+    def flops_per_token(self, sequence_length: int, target_length: int = 0) -> float:
+        """Give the floating-point operations of one token in a sequence of this length, forward and backward.
+
+        `target_length`: tokens of the target, in an encoder-decoder. The model is counted once for each length.
+        """
+        self._sequence_length, self._target_length = sequence_length, target_length
+        return self._flops(sequence_length, target_length)
 
     def see_documents(self, positions: Iterable[torch.Tensor]) -> None:
         """Count the documents of batches by their positions, which restart at each document; for MFU alone."""
@@ -71,7 +74,8 @@ class Throughput:
             "step_seconds": self.of_rank.step,
         }
         if self._peak_flops is not None and self._sequence_length:
-            a_token, without_attention = self.flops_per_token(self._sequence_length), self._flops(0)
+            a_token = self._flops(self._sequence_length, self._target_length)
+            without_attention = self._flops(0, 0)
             mfu_of_flop = tokens_per_second / (self._peak_flops * self._num_devices)
             figures["mfu"] = mfu_of_flop * a_token
             if self._placed_tokens:

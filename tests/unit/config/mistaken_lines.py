@@ -393,7 +393,6 @@ LINES = [
     "RANK=0 WORLD_SIZE=2 sweep sweep=grid optimizer.lr=1e-3,3e-3",
     "RANK=0 WORLD_SIZE=2 audit run=runs/first",
     "sweep sweep=grid sweep.launcher=slurm 'sweep.devices=[\"0\"]' optimizer.lr=1e-3,3e-3",
-    "plan reward model=tiny data=pairs.jsonl",
     "plan processes=4",
     "plan plan.proceses=4",
     "plan plan.find=processes plan.processes=4",

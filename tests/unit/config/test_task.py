@@ -10,7 +10,6 @@ from hfdist.config.data import Packing, RowFormat
 from hfdist.config.schema import find_key
 from hfdist.config.task import TRAITS, TaskName
 from hfdist.errors import ConfigError
-from hfdist.planning.command import parse_request
 
 REWARDED, TAUGHT = ("task.rewards={arithmetic: 1.0}",), ("task.teacher=folder",)
 OWN = ("model.name=some/model", "data=files", "data.sources.files.path=rows.jsonl")
@@ -179,12 +178,6 @@ def test_a_reward_model_has_a_weight_and_is_there(tmp_path):
     assert missing.value.where == "task.reward_model"
     (tmp_path / "run/model").mkdir(parents=True)
     check_model_paths(config)
-
-
-def test_a_plan_of_other_steps_is_refused():
-    with pytest.raises(ConfigError, match="steps of next tokens") as refused:
-        parse_request(["recipe=tune", "task=reward", "model=tiny", "data=files", "data.sources.files.path=a.jsonl"])
-    assert refused.value.where == "task.name"
 
 
 def test_the_key_of_the_loss_names_the_losses_of_each_task():

@@ -4,15 +4,17 @@ import subprocess
 import sys
 
 import pytest
+from transformers import AutoConfig
 
 from hfdist.config.cli import audit
 from hfdist.config.composition.compose import compose_config
 from hfdist.config.hardware import read_hardware
 from hfdist.config.plan import SECTION
 from hfdist.errors import ConfigError
-from hfdist.planning import answer, calibration_steps, command
+from hfdist.planning import answer, calibration_steps, make_plan
 from hfdist.planning.candidates import describe_candidates
 from hfdist.planning.command import parse_request
+from hfdist.planning.not_counted import not_counted
 from hfdist.planning.searching.evaluate import Machines
 from hfdist.planning.searching.search import search_layouts
 from tests.unit.planning.models import make_constants
@@ -80,18 +82,41 @@ def test_a_command_that_is_shown_can_be_copied(monkeypatch):
         audit.parse_request(["run=a b"])
 
 
-def test_a_plan_says_what_it_leaves_out_of_sampled_answers(monkeypatch, capsys):
-    monkeypatch.setattr(answer, "answer", lambda _: answer.Answer(text="a plan", content=[], fits=True))
-    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
-    rollouts = ["recipe=tune", "task=grpo", "task.rewards={arithmetic: 1.0}", "data=README.md"]
-    distills = ["recipe=tune", "task=distill", "task.teacher=conf", "data=README.md"]
-    said = []
-    own = [*distills, "task.on_policy=0.5", "data.format=prompt_completion"]
-    for given in ([], [*rollouts, "data.format=prompt_completion"], distills, own):
-        command._plan(["model=tiny", "plan.processes=1", *given])
-        out = capsys.readouterr().out
-        said.append(("prompts only" in out, "also samples answers" in out))
-    assert said == [(False, False), (True, True), (False, False), (False, True)]
+@pytest.mark.parametrize(
+    ("given", "kind", "words"),
+    [
+        ((), "llama", []),
+        (("data.images.used=false",), "llava", []),
+        ((), "llava", ["no images"]),
+        (
+            ("recipe=tune", "task=grpo", "task.rewards={arithmetic: 1.0}", "data.format=prompt_completion"),
+            "llava",
+            ["no images", "prompts only"],
+        ),
+        (("recipe=tune", "task=distill", "task.teacher=conf"), "llama", []),
+        (
+            ("recipe=tune", "task=distill", "task.teacher=conf", "task.on_policy=0.5",
+             "data.format=prompt_completion"),
+            "llama",
+            ["steps that learn from the rows"],
+        ),
+    ],
+)  # fmt: skip
+def test_a_plan_says_what_it_leaves_out(given, kind, words):
+    config = parse_request(["model=tiny", "plan.processes=1", "data=README.md", *given]).config
+    note = not_counted(config, AutoConfig.for_model(kind))
+    assert [part.partition(": ")[0] for part in note.split("It counts ")[1:]] == words
+
+
+def test_every_answer_says_what_it_leaves_out(monkeypatch):
+    monkeypatch.setattr(answer, "not_counted", lambda *_: "no images")
+    monkeypatch.setattr(make_plan, "not_counted", lambda *_: "no images")
+    common = ["model=tiny", GPU, "plan.processes=2"]
+    for asked in (["strategy=ddp"], ["plan.search=true", "plan.best=1"]):
+        found = answer.answer(parse_request([*common, *asked]))
+        [content] = found.content if isinstance(found.content, list) else [found.content]
+        assert content["not_counted"] == "no images"
+        assert found.text.endswith("\n\nno images")
 
 
 def test_steps_that_calibrate_run_whatever_the_run_is():
