@@ -9,7 +9,7 @@ from __future__ import annotations
 import multiprocessing
 import time
 
-from hfdist.data.packing.sequence import Sequence
+from hfdist.data.packing.sequence import PackedSequence
 
 _LOOKS_EACH_SECONDS = 0.005
 
@@ -40,11 +40,11 @@ class BytesAhead:
         while self._made - self._taken[worker] >= self._limit and not self._is_closed.value:
             time.sleep(_LOOKS_EACH_SECONDS)
 
-    def add(self, sequence: Sequence) -> None:
+    def add(self, sequence: PackedSequence) -> None:
         """Count a sequence that this loader process sends."""
         self._made += _num_bytes(sequence)
 
-    def take(self, worker: int, sequence: Sequence) -> None:
+    def take(self, worker: int, sequence: PackedSequence) -> None:
         """Count a sequence that this process, which is the rank, has taken of loader process number `worker`."""
         self._taken[worker] += _num_bytes(sequence)
 
@@ -53,6 +53,6 @@ class BytesAhead:
         self._is_closed.value = 1
 
 
-def _num_bytes(sequence: Sequence) -> int:
+def _num_bytes(sequence: PackedSequence) -> int:
     """Count the bytes of the tensors of a sequence's images."""
     return sum(values.nbytes for images in (sequence.images or {}).values() for values in images.inputs.values())

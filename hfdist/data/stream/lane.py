@@ -9,9 +9,8 @@ from typing import NamedTuple
 from hfdist.config.data import Packing
 from hfdist.data.documents.token_reader import Documents
 from hfdist.data.order.lane_state import Place, Progress
-from hfdist.data.packing import sequence
 from hfdist.data.packing.concat import concat
-from hfdist.data.packing.sequence import without_tokens
+from hfdist.data.packing.sequence import PackedSequence, without_tokens
 from hfdist.data.packing.windows import best_fit, one_each
 from hfdist.data.stream.lane_documents import DocumentIterator, chunks_of
 from hfdist.data.stream.lane_plan import LanePlan
@@ -24,7 +23,7 @@ class LaneSequence(NamedTuple):
     lane: int
     pool: int | None
     """The number of the pool; None: the lane has come to its end, and the sequence is all filling."""
-    sequence: sequence.Sequence
+    sequence: PackedSequence
 
 
 class Lane:
@@ -36,7 +35,7 @@ class Lane:
         sequences: the sequences of each pool that the lane has not finished, by the pool's number.
     """
 
-    def __init__(self, plan: LanePlan, lane: int, sequences: Mapping[int, Iterator[sequence.Sequence]]) -> None:
+    def __init__(self, plan: LanePlan, lane: int, sequences: Mapping[int, Iterator[PackedSequence]]) -> None:
         self._plan, self._lane = plan, lane
         self._sequences = dict(sequences)
         self._available = tuple(self._sequences)
@@ -72,7 +71,7 @@ def open_lanes(plan: LanePlan, documents: Documents, progress: Mapping[int, Sequ
     Returns:
         Each lane by its number, in the same order.
     """
-    sequences: dict[int, dict[int, Iterator[sequence.Sequence]]] = {lane: {} for lane in progress}
+    sequences: dict[int, dict[int, Iterator[PackedSequence]]] = {lane: {} for lane in progress}
     for pool in range(len(plan.pools)):
         places = {lane: pools[pool].place for lane, pools in progress.items()}
         left = {lane: place for lane, place in places.items() if not plan.is_finished(pool, lane, place)}
@@ -106,7 +105,7 @@ def open_turns(
     return MultiLaneReader(iterators, documents, plan.shape).in_turn(batch_size)
 
 
-def _pack(plan: LanePlan, documents: Documents, pool: int, lane: int, place: Place) -> Iterator[sequence.Sequence]:
+def _pack(plan: LanePlan, documents: Documents, pool: int, lane: int, place: Place) -> Iterator[PackedSequence]:
     """Give the sequences of one pool in a lane, from `place` on, by the packing of the plan."""
     chunks = chunks_of(_open_documents(plan, pool, lane, place), documents)
     key: tuple[int | str, ...] = (plan.seed, plan.pools[pool].name)

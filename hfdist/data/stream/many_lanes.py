@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
-from collections.abc import Sequence as Sequences
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,7 +12,7 @@ from numpy.typing import NDArray
 from hfdist.data.documents.token_reader import Documents
 from hfdist.data.order.records import Status
 from hfdist.data.packing.concat import CutSequences, Given, LaneDocuments, PackingBuffer
-from hfdist.data.packing.sequence import Pieces, Sequence, Shape
+from hfdist.data.packing.sequence import PackedSequence, Pieces, Shape
 from hfdist.data.stream.lane_documents import DocumentIterator
 from hfdist.errors import HfdistError
 
@@ -41,7 +40,7 @@ class SequencesInTurn:
     """
 
     def __init__(
-        self, lanes: Sequences[int], num_turns: int, cut: Callable[[Mapping[int, int], NDArray[np.int64]], CutSequences]
+        self, lanes: Sequence[int], num_turns: int, cut: Callable[[Mapping[int, int], NDArray[np.int64]], CutSequences]
     ) -> None:
         self._lanes, self._num_turns = lanes, num_turns
         counts = turns_of(num_turns, len(lanes))
@@ -89,9 +88,9 @@ class MultiLaneReader:
     def __init__(self, iterators: Mapping[int, DocumentIterator], documents: Documents, shape: Shape) -> None:
         self._iterators, self._documents, self._shape = iterators, documents, shape
         self._buffer = PackingBuffer(shape, iterators)
-        self._given: dict[int, Iterator[Sequence]] = {lane: iter(()) for lane in iterators}
+        self._given: dict[int, Iterator[PackedSequence]] = {lane: iter(()) for lane in iterators}
         """The sequences that each lane gives now."""
-        self._ready: dict[int, deque[Iterator[Sequence]]] = {lane: deque() for lane in iterators}
+        self._ready: dict[int, deque[Iterator[PackedSequence]]] = {lane: deque() for lane in iterators}
         """The sequences that each lane gives after those in `_given`: an item for each time it was packed."""
         self._num_ready = dict.fromkeys(iterators, 0)
         """The number of sequences that each lane has in `_given` and `_ready`."""
@@ -100,7 +99,7 @@ class MultiLaneReader:
         self._num_documents, self._num_tokens = 1, shape.length
         """Documents and tokens read so far, to guess how many documents a sequence takes."""
 
-    def next(self, lane: int) -> Sequence | None:
+    def next(self, lane: int) -> PackedSequence | None:
         """Give the next sequence of a lane, or raise its error; None: the lane has ended."""
         while (packed := next(self._given[lane], None)) is None:
             if not self._ready[lane]:
@@ -152,7 +151,7 @@ class MultiLaneReader:
             most = max(_MOST_SEQUENCES_OF_ALL // len(self._iterators), 1)
             self._num_sequences = min(2 * self._num_sequences, _MOST_SEQUENCES, most)
 
-    def _add_ready(self, lane: int, sequences: Iterator[Sequence], count: int) -> None:
+    def _add_ready(self, lane: int, sequences: Iterator[PackedSequence], count: int) -> None:
         self._ready[lane].append(sequences)
         self._num_ready[lane] += count
 

@@ -20,8 +20,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from hfdist.data.order.lane_state import Place
 from hfdist.data.order.records import Records, join
-from hfdist.data.packing.sequence import PieceImages, Pieces, Problem
-from hfdist.data.packing.sequence import Sequence as PackedSequence
+from hfdist.data.packing.sequence import PackedSequence, PieceImages, Pieces, Problem
 from hfdist.data.stream.bytes_ahead import BytesAhead
 from hfdist.data.stream.lane import LaneSequence
 from hfdist.data.stream.worker_deaths import WorkerRegistry

@@ -22,7 +22,7 @@ from hfdist.data.packing.sequence import (
     NAMES,
     ORIGINS,
     POSITION_IDS,
-    Sequence,
+    PackedSequence,
     collate,
     image_row,
     origins_of,
@@ -205,7 +205,7 @@ class TokenStream(StreamPosition, IterableDataset[dict[str, torch.Tensor]]):
             batch[ORIGINS] = origins_of(sequences)
         return batch
 
-    def _collate(self, sequences: list[Sequence]) -> dict[str, torch.Tensor]:
+    def _collate(self, sequences: list[PackedSequence]) -> dict[str, torch.Tensor]:
         """Make the tensors of a batch, by how the run packs and whether its rows have images."""
         if self.images is None:
             return collate(sequences, self.plan.packing, self.plan.shape)
