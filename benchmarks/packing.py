@@ -136,7 +136,7 @@ def _ours(work: Work, length: int, which: slice = _ALL) -> Iterator[NDArray[np.i
         yield from make_rows(Pieces.of(batch), np.int32)[INPUT_IDS].reshape(-1, length)
 
 
-def _batches(work: Work, length: int, which: slice = _ALL) -> Iterator[list[sequence.Sequence]]:
+def _batches(work: Work, length: int, which: slice = _ALL) -> Iterator[list[sequence.PackedSequence]]:
     sequences = best_fit(_chunks(work, which), 0, Shape(length, _FILL_ID), ("benchmark",))
     while batch := list(islice(sequences, _TOGETHER)):
         yield batch

@@ -56,8 +56,8 @@ MUTATIONS = [
     ),
     Mutation(
         "the cursor is off by one",
-        "            num_sequences + 1,\n            num_tokens + sequence.num_tokens,",
-        "            num_sequences + 2,\n            num_tokens + sequence.num_tokens,",
+        "            before.sequences + 1,\n",
+        "            before.sequences + 2,\n",
         f"{UNIT}/data/test_stream.py",
     ),
     Mutation(

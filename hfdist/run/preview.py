@@ -12,7 +12,7 @@ from transformers import PreTrainedTokenizerBase
 from hfdist.config.data import RowFormat
 from hfdist.config.task import TaskConfig
 from hfdist.data import TokenStream
-from hfdist.data.packing.sequence import IGNORED, INPUT_IDS, LABELS, POSITION_IDS, Sequence
+from hfdist.data.packing.sequence import IGNORED, INPUT_IDS, LABELS, POSITION_IDS, PackedSequence
 from hfdist.errors import printable
 
 _OPEN, _SHUT = "\u27e6", "\u27e7"
@@ -47,7 +47,7 @@ def name_of_targets(task: TaskConfig) -> str:
     return "of the reference" if task.name.traits.is_reinforcement else "targets"
 
 
-def _documents(sequence: Sequence, tokenizer: PreTrainedTokenizerBase, task: TaskConfig) -> Iterator[str]:
+def _documents(sequence: PackedSequence, tokenizer: PreTrainedTokenizerBase, task: TaskConfig) -> Iterator[str]:
     """Give the text of each document of a sequence, after its role in its example if it has one."""
     traits = task.name.traits
     roles = None if traits.row_format is None else _ROLES.get(traits.row_format)

@@ -1,6 +1,6 @@
-"""How a model becomes distributed: what a layout needs, sends and holds, and how it builds the engine of a model.
+"""The strategy of a layout: its TrainingArguments, its traffic and memory in a plan, and the engine that it builds.
 
-The class itself is the layout in which each rank holds the whole model. Other layouts derive from it.
+The class `Strategy` itself is the layout in which each rank holds the whole model. Other layouts derive from it.
 """
 
 from __future__ import annotations
@@ -38,23 +38,32 @@ _MOVED_BY_A_SUM = 3
 
 
 class Strategy(Partitioning):
-    """How one model becomes a distributed one. Cheap: needs no process group until `start`.
+    """The way in which one model becomes distributed. It is cheap to make, and needs no process group until `start`.
 
     The class itself is `strategy.sharding=none` without a pipeline: on several processes accelerate wraps the model in
     DDP, if no ranks share parameters.
+
+    Args:
+        topology: the ranks of the run, and this one.
+        batch: the micro batches of a step.
+        config: `strategy.*`.
+
+    Raises:
+        ConfigError: the layout does not know how to use an axis of the topology, or compresses nothing.
     """
 
     used_axes: tuple[str, ...] = ("context", *PARTS)
-    """Axes of the mesh whose ranks hold one replica between them, as far as this layout knows how to use them."""
+    """Axes of the mesh whose ranks together hold one replica, and that this layout knows how to use."""
     fractions = ShardFractions()
+    """The shares of the model's state that this rank holds."""
     asked_precision: Precision | None = None
-    """What `make_strategy` was told; None: whatever the TrainingArguments say."""
+    """The precision that `make_strategy` was told; None: the TrainingArguments decide."""
     keeps_uneven_gradients = False
     """Whether a rank keeps whole the gradients of parameters that it steps in part, so that ranks differ."""
     calls_alike = False
-    """Whether all data ranks must call the same modules in each forward: they send what each module needs."""
+    """Whether all data ranks must call the same modules in each forward, as they send each other their parameters."""
     counts_all_experts = False
-    """Whether `fractions` are parts of all experts: those that ranks share are sharded over fewer ranks."""
+    """Whether `fractions` are shares of all experts, also of those that other expert ranks hold before sharding."""
 
     def __init__(self, topology: Topology, batch: BatchPlan, config: StrategyConfig) -> None:
         self.topology = topology
@@ -77,24 +86,26 @@ class Strategy(Partitioning):
 
     @property
     def sharing_keys(self) -> str:
-        """Keys of the config by which ranks share weights, with their values; "": each rank has all of them."""
+        """Keys of the config by which ranks share weights, with their values; "": each rank has all weights."""
         axes = {axis: getattr(self.topology, axis) for axis in ("pipeline", "tensor")}
         keys = [f"strategy.{axis}={degree}" for axis, degree in axes.items() if degree > 1]
-        return ", ".join([*keys, *[f"strategy.sharding={self.config.sharding.value}"] * (self.fractions.weights < 1)])
+        if self.fractions.weights < 1:
+            keys.append(f"strategy.sharding={self.config.sharding.value}")
+        return ", ".join(keys)
 
     def training_arguments(self) -> dict[str, object]:
-        """Fields of TrainingArguments that this layout needs."""
+        """Give the fields of TrainingArguments that this layout sets, with their values."""
         return {
             "gradient_accumulation_steps": self.batch.num_microbatches,
             "per_device_train_batch_size": self.batch.micro_batch_size,
         }
 
     def agreed_arguments(self) -> dict[str, object]:
-        """Fields of TrainingArguments that the user sets, with the values that this layout was made with."""
+        """Give fields of TrainingArguments that the user sets and must not change later, with this layout's values."""
         return {}
 
     def traffic(self, sizes: StepSizes) -> list[Sent]:
-        """Give what a rank sends in a step, of those that send most. Needs no process group and no model."""
+        """Give the traffic in a step of the rank that sends most. Needs no process group and no model."""
         axes = Axes(self.topology, self.batch, self.config, sizes)
         sent = [*axes.model_axes(), *self._state_traffic(axes), *self._whole_traffic(axes)]
         if sizes.embeddings:
@@ -104,9 +115,11 @@ class Strategy(Partitioning):
         return sent
 
     def ranks_of_frozen(self, sharding: TeacherSharding, *, by_all: bool = False) -> int:
-        """Give the number of ranks that share another model's weights; 1: each rank that runs it has it whole.
+        """Give the number of ranks that share a frozen model's weights; 1: each rank that runs it has it whole.
 
-        `by_all`: all ranks run it at the same time, and not only those of a last stage.
+        Args:
+            sharding: how the user wants them shared.
+            by_all: whether all ranks run the model at the same time, and not only the ranks of the last stage.
         """
         topology = self.topology
         if sharding is TeacherSharding.whole or (sharding is TeacherSharding.auto and not self.sharing_keys):
@@ -119,23 +132,25 @@ class Strategy(Partitioning):
         return True
 
     def _state_traffic(self, axes: Axes) -> Iterable[Sent]:
-        """Weights and gradients."""
+        """Give the collectives that weights and gradients need, by how their state is sharded."""
         return axes.average_gradients()
 
     def _whole_traffic(self, axes: Axes) -> Iterable[Sent]:
-        """What steps of whole parameters add."""
+        """Give the collectives that an optimizer adds which must see whole parameters."""
         return axes.gather_parts()
 
     @classmethod
     def held(cls, sizes: RankSizes) -> Iterator[tuple[Phase, MemoryUse]]:
-        """Give the moments of a step at which a rank may hold most.
+        """Give the moments of a step at which a rank may hold most, each with its phase.
 
-        Arithmetic that a search asks for thousands of times: `sizes` have the layout, and no strategy is made for it.
+        This is arithmetic that a search asks for thousands of times: `sizes` have the layout, and no strategy is made.
         """
         use, buffers = cls._state(sizes), cls._buffers(sizes)
-        # DDP's buckets are there all the time; gradients of earlier micro batches beside them, of the last one in them.
-        times_held = int(sizes.layout.num_microbatches > 1) + int(sizes.layout.is_ddp)
-        early, in_backward = replace(use, gradients=use.gradients * times_held), buffers.gathered + buffers.reduced
+        # Before the last backward there may be two copies of the gradients: DDP's buckets, which are there all the
+        # time, and the sums of earlier micro batches. At its end the sums are in the buckets.
+        num_copies = int(sizes.layout.num_microbatches > 1) + int(sizes.layout.is_ddp)
+        early = replace(use, gradients=use.gradients * num_copies)
+        in_backward = buffers.gathered + buffers.reduced
         yield Phase.forward, replace(early, activations=use.activations + sizes.of_head, buffers=buffers.gathered)
         # Gradients of the last blocks come while all activations are still there.
         yield Phase.backward, replace(early, activations=use.activations + sizes.working, buffers=in_backward)
@@ -145,33 +160,34 @@ class Strategy(Partitioning):
 
     @classmethod
     def _state(cls, sizes: RankSizes) -> MemoryUse:
-        """What a rank holds between steps."""
+        """Give the bytes that a rank holds between steps, and its activations after the forward."""
         return sizes.state()
 
     @classmethod
     def _buffers(cls, sizes: RankSizes) -> Buffers:
+        """Give the bytes of the layout's own buffers."""
         layout = sizes.layout
-        sums = layout.data * layout.context > 1 and layout.divides_parameters
-        return Buffers(after_blocks=min(BUCKET_ELEMENTS, sizes.trained) * sizes.gradient_bytes if sums else 0.0)
+        if layout.data * layout.context == 1 or not layout.divides_parameters:
+            return Buffers()
+        # hfdist averages the gradients itself, in buckets.
+        return Buffers(after_blocks=min(BUCKET_ELEMENTS, sizes.trained) * sizes.gradient_bytes)
 
     @classmethod
     def copied(cls, sizes: RankSizes) -> Copied:
-        """Give the bytes that are copied in a step.
-
-        Each micro batch but the first is added to the gradients of those before: of a pipeline to all of a rank's.
-        """
+        """Give the bytes that are copied in a step: later micro batches add their gradients to those before them."""
         layout = sizes.layout
+        # In a pipeline a rank adds up all gradients of its stages before they are sharded.
         held = sizes.trained if layout.pipeline > 1 else sizes.state_trained * sizes.fractions.gradients
         return Copied(_MOVED_BY_A_SUM * sizes.gradient_bytes * held * (1 - 1 / layout.num_microbatches))
 
     def start(self) -> None:
-        """Do what needs the process group; under ZeRO-3, call it before the model is made. Later calls do nothing."""
+        """Set up what needs the process group. ZeRO-3 needs this before the model is made. Later calls do nothing."""
 
     def partition(self, model: nn.Module) -> None:
         """Check that ranks can share the parameters of the model; it stays whole until `build`.
 
         Raises:
-            ConfigError: they cannot.
+            ConfigError: ranks cannot share the parameters.
         """
         topology = self.topology
         self._partitioned, self._plans, self.whole = model, [], list_shapes(model)
@@ -207,6 +223,7 @@ class Strategy(Partitioning):
         return engine
 
     def _shard_sequences(self, model: nn.Module) -> ContextParallel | None:
+        """Let context ranks share sequences, in place in the model; None: there is one context rank."""
         if self.topology.context == 1:
             return None
         # Imported here: other layouts save the time.
@@ -216,7 +233,7 @@ class Strategy(Partitioning):
         return make_context_parallel(model, group, self.config.context_method, num_tensor_ranks=topology.tensor)
 
     def _shard_parameters(self, model: nn.Module) -> ModelParts | None:
-        """Leave in the model, in place, what this rank holds before FSDP2 shards it."""
+        """Leave in the model, in place, the parts that this rank holds before FSDP2 shards them; None: all is whole."""
         if not self._plans:
             return None
         # Imported here: other layouts save the time.

@@ -1,4 +1,4 @@
-"""Another model that is not trained, sharded by FSDP2 over the ranks that run it at the same time."""
+"""A frozen model beside the trained one, sharded by FSDP2 over the ranks that run it at the same time."""
 
 from __future__ import annotations
 
@@ -15,16 +15,22 @@ from hfdist.strategies.fsdp_units import shard_model
 
 
 def shard_frozen(model: PreTrainedModel, layout: Strategy, sharding: TeacherSharding, *, by_all: bool = False) -> None:
-    """Leave this rank's part of a whole model, in place: of all data and tensor ranks of its stage, or a replica group.
+    """Leave this rank's part of a whole frozen model in it, in place; it stays whole if `sharding` says so.
 
-    Tensor ranks run it on the same rows. Stages of a pipeline run at other times, so each shares by itself; but for
-    `by_all`, where all ranks run it together. Each of its forwards is a collective then, without gradients. A
-    collective over those ranks.
+    The ranks that share it are the data and tensor ranks of a pipeline stage, within a replica group; the stages of a
+    pipeline run it at other times. With `by_all` all ranks run it together, and share it. This call and each forward
+    of the model are collectives over the ranks that share it.
+
+    Args:
+        model: whole, and the same on all ranks.
+        layout: the strategy of the trained model.
+        sharding: how the user wants the weights shared.
+        by_all: whether all ranks run the model at the same time.
     """
     num_ranks = layout.ranks_of_frozen(sharding, by_all=by_all)
     if num_ranks == 1:
         return
-    # No block stays whole for a backward.
+    # There is no backward for which a block could stay whole.
     config = replace(layout.config, offload=Offload.none, reshard=True)
     if by_all:
         names = ("replicate", "sharded")

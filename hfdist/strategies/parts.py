@@ -1,7 +1,9 @@
-"""Which part of each parameter a rank holds before FSDP2 shards it, whatever the engine that runs the model.
+"""The part of each parameter that a rank holds before FSDP2 shards it, and the groups that hold the other parts.
 
-The ranks of a tensor group share matrices, and compute one loss together. Those of an expert group share experts: each
-has other tokens, and what leads to an expert is sent to the rank that holds it. All else is whole on each rank.
+    tensor group    its ranks share matrices, read the same tokens, and compute one loss together
+    expert group    its ranks share experts; each reads other tokens, and sends a token to the rank of its expert
+
+All other parameters are whole on each rank.
 """
 
 from __future__ import annotations
@@ -23,29 +25,35 @@ from hfdist.strategies.same_batch import check_same_batch
 
 @dataclass(frozen=True, kw_only=True)
 class Groups:
-    """The groups of ranks of which this rank is one; None: it is alone in it."""
+    """The process groups that this rank belongs to; None: a group of this rank alone."""
 
     tensor: dist.ProcessGroup | None = None
+    """The ranks that share matrices with this one."""
     expert: dist.ProcessGroup | None = None
+    """The ranks that share experts with this one."""
     tokens: dist.ProcessGroup | None = None
-    """The ranks with this rank's index in their tensor groups. Each reads other tokens."""
+    """The ranks with this rank's index in their tensor groups; each reads other tokens."""
     tokens_of_experts: dist.ProcessGroup | None = None
-    """The ranks of `tokens` that hold the same experts."""
+    """The ranks of `tokens` that hold the same experts as this one."""
 
     def of(self, axis: str | None) -> dist.ProcessGroup | None:
-        """Give the group of TENSOR or EXPERT; None for another axis, which shares no parameters."""
+        """Give the group of an axis, TENSOR or EXPERT; None for any other, whose ranks share no parameters."""
         if axis == TENSOR:
             return self.tensor
-        return self.expert if axis == EXPERT else None
+        if axis == EXPERT:
+            return self.expert
+        return None
 
 
 class ModelParts:
-    """This rank's part of each parameter, and the groups of ranks that have the others.
+    """This rank's part of each parameter, and the groups of ranks that have the other parts.
 
     Args:
         groups: the groups of this rank.
-        shards: what this rank holds of parameters, by the axis that shares them and by name; the others are whole.
-        partial: parameters that are whole on each tensor rank, and whose gradient is the sum of those of the ranks.
+        shards: this rank's parts of parameters, by the axis that shares them and then by name; other parameters are
+            whole.
+        partial: names of parameters that are whole on each tensor rank, and whose gradient is the sum of the gradients
+            of the tensor ranks.
         experts: names of the modules whose parameters expert ranks share.
     """
 
@@ -59,7 +67,7 @@ class ModelParts:
         self.groups = groups
         self._experts = experts
         self.description = ""
-        """How parameters are shared, for people."""
+        """One line for people about how parameters are shared."""
         self._shards = {name: shard for of_axis in shards.values() for name, shard in of_axis.items()}
         self._axes = {name: axis for axis, of_axis in shards.items() for name in of_axis}
         # A tensor rank computes experts for its share of the tokens, so gradients of experts are parts as well.
@@ -69,13 +77,13 @@ class ModelParts:
 
     @property
     def is_first(self) -> bool:
-        """Whether this rank stands for its tensor group where all have computed the same."""
+        """Whether this rank is the first of its tensor group, and stands for it where all have computed the same."""
         return _rank(self.groups.tensor) == 0
 
     def begin(self, batch: dict[str, torch.Tensor]) -> None:
         """Prepare for a forward of a batch in training. A collective.
 
-        The first time after a start or a load the ranks of a tensor group begin to draw alike.
+        The first time after a start or a load, the ranks of a tensor group begin to draw the same random numbers.
 
         Raises:
             DataError: the ranks of a tensor group were given different batches.
@@ -90,7 +98,7 @@ class ModelParts:
             self._draws_alike = True
 
     def average_gradients(self, model: nn.Module) -> None:
-        """Average gradients over the ranks that hold the same and have other tokens, in place. A collective."""
+        """Average gradients over the ranks that hold the same parts and read other tokens, in place. A collective."""
         named = list(model.named_parameters())
         experts = [parameter for name, parameter in named if self._axes.get(name) == EXPERT]
         others = [parameter for name, parameter in named if self._axes.get(name) != EXPERT]
@@ -101,8 +109,9 @@ class ModelParts:
     def reduce_gradients(self, model: nn.Module) -> None:
         """Give parameters one gradient over the groups that share parameters, in place. A collective.
 
-        What is whole on tensor ranks is averaged, or added up where each has a part of the gradient only. Gradients of
-        experts have come from all tokens of an expert group, so they are the sum of what would be averaged.
+        Parameters that are whole on tensor ranks have their gradients averaged, or added up where each rank has only a
+        part of the gradient. Gradients of experts have come from all tokens of an expert group: they are sums of what
+        would be averaged, and are divided.
         """
         named = dict(model.named_parameters())
         if self.groups.expert is not None:
@@ -116,31 +125,31 @@ class ModelParts:
             sum_gradients(whole.values(), group)
 
     def counts(self, name: str, axes: Iterable[str]) -> bool:
-        """Whether this rank counts a gradient in a norm over the groups of `axes`, so that over them each counts once.
+        """Whether this rank counts a parameter's gradient in a norm over the groups of `axes`, where each counts once.
 
-        Each rank counts its parts, and the first one what is whole.
+        Each rank counts its parts, and the first rank counts whole parameters.
         """
         return all(_rank(self.groups.of(axis)) == 0 for axis in axes if axis != self._axes.get(name))
 
     def whole_shape(self, model: nn.Module, parameter: torch.Tensor, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Give the shape in the whole model of a parameter that has `shape` in this rank's."""
+        """Give the shape in the whole model of a parameter that has `shape` in this rank's model."""
         if parameter not in self._names:
-            # FSDP2 has one tensor for a shard, and another for what is gathered.
+            # FSDP2 has one tensor for a shard, and another one for the gathered parameter.
             self._names.update({of_model: name for name, of_model in model.named_parameters()})
         shard = self._shards.get(self._names.get(parameter, ""))
         return shape if shard is None else shard.shape
 
     def axis(self, name: str) -> str | None:
-        """Give the axis whose ranks have parts of a parameter; None: it is whole."""
+        """Give the axis whose ranks have parts of a parameter; None: the parameter is whole."""
         return self._axes.get(name)
 
     def name_part(self, name: str) -> str:
-        """Give a name that says of which rank a part is; that of a whole parameter stays."""
+        """Give the name of a parameter with its axis and rank, if this rank has a part of it; else the name itself."""
         axis = self._axes.get(name.partition("[")[0])
         return name if axis is None else f"{name} of {axis} rank {_rank(self.groups.of(axis))}"
 
     def own_pieces(self, piece: Piece) -> Iterable[Piece]:
-        """Give pieces of the whole model, from one of this rank's model as if that were whole."""
+        """Give the pieces of the whole model's tensor that a piece of this rank's model is."""
         if piece.name in self._shards and not is_number(piece.key):
             return self._shards[piece.name].pieces(piece)
         return [piece]
@@ -150,11 +159,12 @@ class ModelParts:
         return map(model.get_submodule, self._experts)
 
     def after_load(self) -> None:
-        """Let the next step draw alike in each tensor group."""
+        """Let the ranks of each tensor group begin anew to draw the same random numbers, at the next step."""
         self._draws_alike = False
 
 
 def _rank(group: dist.ProcessGroup | None) -> int:
+    """Give this rank's index in a group; 0 in a group of itself alone."""
     return 0 if group is None else group.rank()
 
 

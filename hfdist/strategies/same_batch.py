@@ -1,4 +1,4 @@
-"""Whether the ranks of one model replica were given the same batch, on which all they compute together relies."""
+"""A check that the ranks which compute one loss together were given the same batch."""
 
 from __future__ import annotations
 
@@ -14,19 +14,24 @@ from hfdist.errors import DataError
 def check_same_batch(
     batch: dict[str, torch.Tensor], group: dist.ProcessGroup, what: str, *, is_refused: bool = False
 ) -> bool:
-    """Compare checksums over the ranks of `group`, a `what`. A collective of three numbers.
+    """Compare checksums of a batch over the ranks of a group. A collective of three numbers.
 
-    `is_refused`: whether this rank must not take the step, for a reason of its own.
+    Args:
+        batch: this rank's batch.
+        group: the ranks that must have the same batch.
+        what: what the group is, for the message.
+        is_refused: whether this rank must not take the step, for a reason of its own.
 
     Returns:
-        Whether a rank must not take the step: the ranks stop together, or none waits for the others.
+        Whether some rank must not take the step. All ranks learn it here, so that they stop together, and none waits.
 
     Raises:
-        DataError: the batches differ; on all ranks of the group.
+        DataError: the batches differ; raised on all ranks of the group.
     """
-    # One number, whatever a batch holds: ranks with other tensors must reduce equally many.
+    # One number, whatever a batch holds: ranks with other tensors must reduce as many numbers.
     sums = [_checksum(name, value) for name, value in sorted(batch.items()) if isinstance(value, torch.Tensor)]
     total = torch.stack(sums).sum()
+    # The largest of the negated sums is the negated smallest sum: one reduction gives both ends.
     extremes = torch.stack([total, -total, torch.full_like(total, is_refused)]).to(device_of(group))
     dist.all_reduce(extremes, op=dist.ReduceOp.MAX, group=group)
     largest, negated_smallest, refusals = extremes.tolist()
@@ -43,9 +48,12 @@ def check_same_batch(
 
 def _checksum(name: str, value: torch.Tensor) -> torch.Tensor:
     """Give a checksum of a tensor's name, shape and numbers; the same numbers in another order have another one."""
-    # The bits of floats: as whole numbers, all between -1 and 1 would be zeros.
-    numbers = (value.double().view(torch.int64) if value.is_floating_point() else value.to(torch.int64)).flatten()
+    if value.is_floating_point():
+        # The bits of floats: rounded to whole numbers, all between -1 and 1 would be zeros.
+        numbers = value.double().view(torch.int64).flatten()
+    else:
+        numbers = value.to(torch.int64).flatten()
     weights = torch.arange(1, len(numbers) + 1, device=value.device)
     content = (numbers * weights).sum() + sum(size * 10**6 for size in value.shape)
-    # Odd, so that no bit of the content is lost, and another factor for each name.
+    # Another factor for each name; it is odd, so that no bit of the content is lost.
     return (content + 1) * (2 * zlib.crc32(name.encode()) + 1)

@@ -1,9 +1,11 @@
-"""Before training: does a small model of the class train on these ranks as it does whole? For every axis of the mesh.
+"""A check before training: a small model of the run's class must train in the layout as it does on one process.
 
-Some micro batches are accumulated, whole and in the layout; the losses and every gradient must agree. The first has
-tokens alone, so that what the model makes by itself is compared, too; the others also have positions of packed
-documents, a mask, types of tokens, or an image where the run has some.
-Plans that come with transformers, and models that mix tokens elsewhere than in attention, are wrong without a word.
+    the small model, whole       micro batches 0 1 2 ...    losses, gradients    on each rank
+    the small model, shared      this rank's micro batches  losses, gradients    must agree with the above
+
+The first micro batch has tokens alone, so that the inputs that a model makes by itself are compared, too. The others
+also have positions of packed documents, a mask, types of tokens, or an image where the run has some. Without this
+check, a plan of transformers or a model that mixes tokens outside of attention could train wrongly without a word.
 """
 
 from __future__ import annotations
@@ -30,51 +32,54 @@ from hfdist.models.positions import padding_id
 from hfdist.models.probing import keeps_documents_apart, probe_loss
 
 LOSS_BOUND, GRADIENT_BOUND = 1e-5, 1e-4
-"""Largest relative differences. Sums of other orders make up to 4e-5 in a gradient of recurrent types, which in float64
-differ by 1e-15; plans that are wrong make 1e-2 and more."""
+"""The largest relative differences of losses and of gradients that pass. Sums in another order make up to 4e-5 in a
+gradient of recurrent types, which in float64 differ by 1e-15; wrong plans make 1e-2 and more."""
 
 POSITIONS, MASK, TYPES, IMAGE = "position_ids", "attention_mask", "token_type_ids", "an image"
-"""What a model may be given besides tokens."""
+"""The inputs that a model may be given besides tokens."""
 
 _NUM_TOKENS = 31
-"""Tokens of a sequence; no number of ranks divides it."""
+"""Tokens of a sequence; a prime number, so that no number of ranks divides it."""
 _NOTHING = 1e-3
-"""A gradient whose norm is below this share of the largest may be nothing but rounding, as that of a key's bias."""
+"""A gradient whose norm is below this share of the largest norm may be nothing but rounding, as a key's bias has it."""
 
 Batch = dict[str, torch.Tensor]
+"""Tensors by name, as a model's forward takes them."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LayoutHooks:
-    """What the layout does in a step of the small model."""
+    """The parts of a step of the small model that a layout does itself."""
 
     reduce: Callable[[torch.Tensor], None]
-    """Averages gradients, and the loss that it is given, over the ranks that have other tokens. In place."""
+    """Averages the model's gradients, and the losses that it gets, over the ranks with other tokens, in place."""
     sharded: Callable[[Batch], AbstractContextManager[Batch]] = nullcontext
-    """Gives this rank's share of a batch."""
+    """Gives a context with this rank's share of a batch."""
     own_pieces: Callable[[Piece], Iterable[Piece]] = lambda piece: [piece]
-    """Gives pieces of the whole model, from one of this rank's model."""
+    """Gives the pieces of the whole model's tensor that a piece of this rank's model is."""
 
 
 class _Differences(NamedTuple):
-    """Largest relative differences from the whole model."""
+    """The largest relative differences from the whole model."""
 
     loss: float
+    """The largest relative difference of a loss; infinite: one is no number."""
     inputs: str
-    """What the model was given where the loss differs most, for people."""
+    """The inputs of the micro batch whose loss differs most, for people."""
     gradient: float
+    """The largest relative difference of a gradient; infinite: one is missing, or is no number."""
     first_wrong: str
     """The first parameter, in the order of the model, whose gradient differs by more than the bound."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class BatchSharding:
-    """How ranks that try a layout share the micro batches of a step."""
+    """The way in which ranks that try a layout share the micro batches of a step."""
 
     token_ranks: int = 1
-    """Ranks that have other tokens."""
+    """Number of ranks that read other tokens."""
     data_ranks: int = 1
-    """Ranks that have other sequences: fewer, where ranks share sequences."""
+    """Number of ranks that read other sequences: fewer than `token_ranks`, where ranks share sequences."""
     data_rank: int = 0
     """Index of this rank among the data ranks."""
 
@@ -88,20 +93,22 @@ def find_problem(
     num_tokens: int = _NUM_TOKENS,
     inputs: Sequence[str] = (POSITIONS, MASK, TYPES),
 ) -> str | None:
-    """Say why a small model does not train in a layout as it does whole; None: it does, or the ranks are planned only.
-
-    All ranks that try it call it.
+    """Say why a small model does not train in a layout as it does whole. All ranks that try the layout call this.
 
     Args:
-        make: gives the small model, whole and on the CPU.
+        make: makes the small model, whole and on the CPU.
         distribute: shares the small model over ranks, in place.
-        sharding: how the ranks that try it share micro batches.
+        sharding: how the ranks share micro batches.
         device: the device to train on.
-        num_tokens: tokens of a sequence.
-        inputs: what is tried besides tokens alone, one after the other, as far as the model takes it.
+        num_tokens: number of tokens of a sequence.
+        inputs: names of inputs to try besides tokens alone, one after the other; those that the model does not take
+            are left out.
+
+    Returns:
+        The problem, for people; None: there is none, or this process only plans for ranks that are not there.
     """
     if is_planned():
-        # There is nobody to compare with.
+        # A plan has no other ranks to compute with.
         return None
     try:
         found = _compare_small(make, distribute, sharding, device, num_tokens, inputs)
@@ -143,7 +150,7 @@ def _compare_small(
     whole_losses = _accumulate(small, batches, num_items).view(len(tried), -1).sum(1)
     hooks = distribute(distributed)
     of_rank = batches[sharding.data_rank :: sharding.data_ranks]
-    # The Trainer multiplies losses so, too, as gradients are averaged over ranks.
+    # Gradients are averaged over ranks, so each rank's loss is multiplied by their number, as the Trainer does it.
     losses = _accumulate(distributed, of_rank, num_items, hooks.sharded, factor=sharding.token_ranks)
     hooks.reduce(losses)
     differences = ((losses - whole_losses).abs() / whole_losses.abs()).tolist()
@@ -153,13 +160,14 @@ def _compare_small(
 
 
 def _ordered(difference: float) -> float:
+    """Give a difference that can be compared: infinity in place of NaN."""
     return math.inf if math.isnan(difference) else difference
 
 
 def _takes(model: PreTrainedModel, name: str, num_tokens: int) -> bool:
-    """Whether the model can be given an input; `model` is whole and on the CPU."""
+    """Whether a model, whole and on the CPU, takes an input of this name."""
     if name == POSITIONS:
-        # Some models take no positions, or cannot be asked without a GPU.
+        # None: the model takes no positions, or cannot be asked without a GPU.
         return keeps_documents_apart(model) is not None
     if name not in inspect.signature(model.forward).parameters:
         return False
@@ -172,9 +180,9 @@ def _takes(model: PreTrainedModel, name: str, num_tokens: int) -> bool:
 
 
 def _make_batch(model: PreTrainedModel, num_tokens: int, extra: str | None, *, seed: int) -> Batch:
-    """Make two sequences, of which not all tokens are targets, with one `extra` input besides.
+    """Make a batch of two sequences, not all of whose tokens are targets, with the input `extra` besides tokens.
 
-    With `POSITIONS` each is three documents. With `IMAGE` it is one sequence, that of the run's example.
+    With `POSITIONS` each sequence is three documents. With `IMAGE` the batch is the run's example of one sequence.
     """
     if extra == IMAGE and (example := image_example(model)) is not None:
         return {name: tensor.to(model.device) for name, tensor in example.tensors.items()}
@@ -185,7 +193,7 @@ def _make_batch(model: PreTrainedModel, num_tokens: int, extra: str | None, *, s
     labels[0, 4:7] = IGNORED
     padding = padding_id(model)
     if padding is not None and padding >= 0 and not scores_sequences(model):
-        # Some models make positions or masks of padding.
+        # A token of padding, of which some models make positions or masks.
         ids[0, 5] = padding
     inputs: Batch = {}
     if extra == POSITIONS:
@@ -195,7 +203,7 @@ def _make_batch(model: PreTrainedModel, num_tokens: int, extra: str | None, *, s
                 labels[row, start] = IGNORED
         inputs = {POSITIONS: positions}
     elif extra == MASK:
-        # Filled up on either side.
+        # The first sequence is filled up on its left side, the second on its right.
         mask = torch.stack([positions[0] >= 4, positions[1] < num_tokens - 6])
         labels[~mask] = IGNORED
         inputs = {MASK: mask.long()}
@@ -212,7 +220,7 @@ def _accumulate(
     sharded: Callable[[Batch], AbstractContextManager[Batch]] = nullcontext,
     factor: int = 1,
 ) -> torch.Tensor:
-    """Run several micro batches and give the loss of each."""
+    """Run forward and backward on each micro batch, and give their losses times `factor`; shape [micro batches]."""
     parameters = inspect.signature(model.forward).parameters.values()
     takes_any = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
     counts = takes_any and has_token_loss(model)
@@ -227,7 +235,11 @@ def _accumulate(
 
 
 def _compare_gradients(hooks: LayoutHooks, distributed: nn.Module, whole: nn.Module) -> tuple[float, str]:
-    """Compare this rank's part of each gradient with that part of the whole one's: the largest, and the first wrong."""
+    """Compare this rank's part of each gradient with the same part of the whole model's gradient.
+
+    Returns:
+        The largest relative difference, and the name of the first parameter with one over the bound; "": none.
+    """
     gradients = {name: p.grad for name, p in whole.named_parameters()}
     norms = {name: float(tensor.norm()) for name, tensor in gradients.items() if tensor is not None}
     least = _NOTHING * max(norms.values())

@@ -1,11 +1,12 @@
-"""What a rank sends in a step, in closed form from a few sizes: the parts that each Strategy puts together.
+"""The traffic of a rank in a step, in closed form from a few sizes: the parts of which each Strategy makes its sum.
 
-Axes have the names that `sent_bytes.axis_of` gives to what was measured.
+Axes have the same names as in measurements of the bytes that a run has sent.
 """
 
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
@@ -19,9 +20,10 @@ from hfdist.sent_bytes import ALL_GATHER, ALL_REDUCE, ALL_TO_ALL, BROADCAST, RED
 from hfdist.topology import Topology
 
 DATA, SHARD, REPLICATE = "data", "shard", "replicate"
-"""Axes of gradients and state: all ranks with other tokens, those that share state, and those with the same shares."""
+"""Axes of gradients and state: all ranks with other tokens, the ranks that share one state, and the ranks that hold the
+same shares of it."""
 _DDP_BUCKET_BYTES = 25 * 2**20
-"""Bytes of a bucket of DDP, its default."""
+"""Bytes of a bucket of gradients in DDP, by default."""
 
 
 class Phase(Enum):
@@ -34,25 +36,28 @@ class Phase(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class Sent:
-    """What one rank sends in a step."""
+    """The bytes that one rank sends in a step by one kind of collective, over one axis."""
 
     axis: str
+    """Name of the axis of the mesh."""
     kind: str
-    """Kind of the collective, as in `sent_bytes`."""
+    """Kind of the collective, such as `all_reduce`."""
     size: int
-    """Ranks that take part."""
+    """Number of ranks that take part."""
     stride: int
     """Distance from one rank that takes part to the next, in ranks."""
     num_bytes: float
+    """Bytes that this rank sends in all calls of a step."""
     calls: float
+    """Number of calls of the collective in a step."""
     hidden_by: Phase | None = None
-    """The phase beside which it can run; None: the rank waits for it."""
+    """The phase beside which the calls can run; None: the rank waits for them."""
     microbatches: int = 1
-    """Micro batches in which it travels; the time of the others hides nothing."""
+    """Number of micro batches of a step in which there are such calls; the time of the others hides nothing."""
 
 
 class When(TypedDict, total=False):
-    """Fields of `Sent`."""
+    """The fields of `Sent` that say beside what a collective runs, as keyword arguments."""
 
     hidden_by: Phase | None
     microbatches: int
@@ -78,33 +83,38 @@ class TensorSizes:
 
 @dataclass(frozen=True, kw_only=True)
 class FrozenSizes:
-    """Numbers of another model, of which forwards alone are run."""
+    """Sizes of a frozen model that runs beside the trained one, and only in forwards."""
 
     weight_bytes: float
     """Bytes of all parameters."""
     gathered_bytes: float
-    """The most that is whole at a time where ranks share them: a block, and what is in no block."""
+    """The most bytes that are whole at a time where ranks share them: a block, and parameters in no block."""
     num_blocks: int
+    """Number of blocks."""
     sequence_flops: float
     """FLOPs of a forward of one sequence."""
     sharding: TeacherSharding
+    """How ranks share the parameters."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepSizes:
-    """Numbers of a whole model, in elements, and of a step's arithmetic."""
+    """Sizes of a whole model, in elements, and of the arithmetic of a step."""
 
     parameters: int
     """Elements of all parameters, tied ones once."""
     blocks: int
     """Elements of all blocks, experts included."""
     num_blocks: int
+    """Number of blocks."""
     hidden: int
+    """Width of the hidden states between blocks."""
     queries: int
-    """Width of all heads together."""
+    """Width of the queries of all heads together."""
     keys: int
-    """Width of all heads of keys together, and of all heads of values."""
+    """Width of the keys of all heads together; the values have the same."""
     head_size: int
+    """Width of one head."""
     embedding: int = 0
     """Elements of the input embedding."""
     is_tied: bool = False
@@ -112,10 +122,11 @@ class StepSizes:
     trained_share: float = 1.0
     """Share of all parameters that is trained."""
     small: int = 0
-    """Elements of tensors that ZeRO-3 keeps whole: see `stage3_param_persistence_threshold`."""
+    """Elements of the small tensors that ZeRO-3 keeps whole, by its key `stage3_param_persistence_threshold`."""
     experts: int = 0
-    """Elements of all experts."""
+    """Elements of all experts of all blocks."""
     num_expert_blocks: int = 0
+    """Number of blocks with experts."""
     chosen_experts: int = 0
     """Number of experts that are chosen for a token."""
     frozen: FrozenSizes | None = None
@@ -125,19 +136,20 @@ class StepSizes:
     weight_bytes: int = 4
     """Bytes of an element of the weights, of their gradients, and of the hidden states between blocks."""
     compute_bytes: int = 4
-    """Bytes of an element of what matrix products give."""
+    """Bytes of an element of the results of matrix products."""
     recomputes: bool = False
     """Whether the backward runs the blocks' forward again."""
     sequence_tokens: int | None = None
-    """Tokens that the model reads of a sequence; None: all that it has."""
+    """Number of tokens that the model reads of a sequence; None: all tokens of the sequence."""
     embeddings: int = 0
     """Elements of the embeddings of all texts of a step, which all ranks get before they train on them, by a forward of
     their own; 0: there are none."""
     is_gpu: bool = True
+    """Whether ranks compute on GPUs, and not on CPUs."""
     stepped_whole: tuple[int, ...] = ()
     """Elements of each trained parameter that the optimizer must see whole, in order."""
     worst_stage_share: float | None = None
-    """Share of the parameters that the pipeline rank with most has; None: as if all had equally many."""
+    """Share of the parameters that the pipeline rank with most has; None: all pipeline ranks have equally many."""
 
     @property
     def passes(self) -> int:
@@ -151,14 +163,22 @@ class StepSizes:
 
 
 class Axes:
-    """The parts of a rank's traffic in one layout: each gives nothing for an axis of one rank."""
+    """The parts of a rank's traffic in one layout; each part is empty for an axis of one rank.
+
+    Args:
+        topology: the ranks of the layout.
+        batch: the micro batches of a step.
+        config: `strategy.*`.
+        sizes: the sizes of the model.
+    """
 
     def __init__(self, topology: Topology, batch: BatchPlan, config: StrategyConfig, sizes: StepSizes) -> None:
         self.topology, self.batch, self.config, self.sizes = topology, batch, config, sizes
-        of_sequence = sizes.sequence_tokens or batch.sequence_length
-        self.tokens = batch.num_microbatches * batch.micro_batch_size * of_sequence / topology.context
+        read_tokens = sizes.sequence_tokens or batch.sequence_length
+        self.tokens = batch.num_microbatches * batch.micro_batch_size * read_tokens / topology.context
         """Tokens of a step that go through this rank's part of the model."""
         self.stages_share = 1 / topology.pipeline
+        """Share of the blocks that this rank's stages have."""
 
     @property
     def _sharded_axis(self) -> str:
@@ -166,7 +186,7 @@ class Axes:
         return DATA if self.topology.replicate == 1 else SHARD
 
     def held(self) -> float:
-        """Elements of the parameters that a rank has before they are sharded, without experts that ranks share out."""
+        """Count the elements of a rank's parameters before they are sharded, without experts that ranks share out."""
         sizes, topology = self.sizes, self.topology
         divided = sizes.tensor.divided if topology.tensor > 1 else 0
         whole = sizes.parameters - divided + divided / topology.tensor
@@ -175,7 +195,7 @@ class Axes:
         return whole * (self.stages_share if sizes.worst_stage_share is None else sizes.worst_stage_share)
 
     def held_experts(self) -> float:
-        """Elements of a rank's share of the experts; 0: they are not shared out."""
+        """Count the elements of a rank's share of the experts; 0: experts are not shared out."""
         if self.topology.expert == 1:
             return 0.0
         return self.sizes.experts / self.topology.expert * self.stages_share
@@ -191,9 +211,19 @@ class Axes:
         of_experts: bool = False,
         **when: Unpack[When],
     ) -> Iterator[Sent]:
-        """Gradients or weights over the ranks of an axis: `data`, `shard` or `replicate`."""
+        """Give one collective of gradients or weights over an axis.
+
+        Args:
+            kind: kind of the collective.
+            axis: DATA, SHARD or REPLICATE.
+            num_elements: elements of the parameters in a step, frozen ones included.
+            calls: number of calls in a step.
+            is_gradient: whether gradients travel, which frozen parameters have not; else weights.
+            of_experts: whether the parameters are experts that ranks share out.
+            when: beside what it runs.
+        """
         topology = self.topology
-        # Neighbours hold other experts.
+        # Neighbouring ranks hold other experts.
         distance = topology.expert if of_experts else 1
         size, stride = {
             DATA: (topology.data * topology.context // distance, topology.tensor * distance),
@@ -205,7 +235,7 @@ class Axes:
         yield from self._send(kind, axis, size, stride, num_elements * self.sizes.weight_bytes, calls, **when)
 
     def average_gradients(self) -> Iterator[Sent]:
-        """One all-reduce of all gradients at the end of a step, and apart of those of experts that ranks share."""
+        """Give one all-reduce of all gradients at the end of a step, and another of the experts that ranks share."""
         calls = max(1, round(self.held() * self.sizes.weight_bytes / _DDP_BUCKET_BYTES))
         kind, share = self._compressed()
         # DDP reduces beside the last backward; where ranks have parts of parameters, gradients wait for the end.
@@ -214,7 +244,7 @@ class Axes:
         yield from self.reduce(ALL_REDUCE, DATA, self.held_experts(), calls=1, of_experts=True)
 
     def _compressed(self) -> tuple[str, float]:
-        """Give how gradients of DDP travel, and what of them does, as a share of their bytes."""
+        """Give the kind of collective that DDP's gradients travel by, and the share of their bytes that travels."""
         config, item_bytes = self.config, self.sizes.weight_bytes
         match config.compression:
             case Compression.fp16 | Compression.bf16:
@@ -230,12 +260,12 @@ class Axes:
                 return ALL_REDUCE, 1.0
 
     def shard_weights(self, *, again: float, microbatches: int, ends: Phase | None) -> Iterator[Sent]:
-        """FSDP2: gathers weights, reduces gradients to shards, and averages these over replicas.
+        """Give the collectives of FSDP2: weights gathered, gradients reduced to shards, shards averaged over replicas.
 
         Args:
             again: share of the weights that is gathered again for each backward.
-            microbatches: how often a step does this.
-            ends: the phase beside which reductions run.
+            microbatches: how many times a step does this.
+            ends: the phase beside which reductions run; None: the rank waits for them.
         """
         sizes, topology = self.sizes, self.topology
         calls, passes = (sizes.num_blocks * self.stages_share + 1) * microbatches, sizes.passes
@@ -255,7 +285,7 @@ class Axes:
             )
 
     def gather_frozen(self, frozen: FrozenSizes, num_ranks: int) -> Iterator[Sent]:
-        """The weights of another model, for each forward, of a rank that runs it."""
+        """Give the collectives that gather a frozen model's weights for each forward, of a rank that runs it."""
         topology, times = self.topology, self.batch.num_microbatches
         axes = [self._sharded_axis] if topology.shard * topology.context > 1 else []
         axis = " x ".join([*axes, "tensor"] if topology.tensor > 1 or not axes else axes)
@@ -265,7 +295,10 @@ class Axes:
         )
 
     def exchange_embeddings(self) -> Iterator[Sent]:
-        """Embeddings of all texts of a step to all ranks, and the gradient and loss of each, in float32."""
+        """Give the collectives that bring the embeddings of all texts, their gradients and losses to all ranks.
+
+        All are in float32.
+        """
         topology, num_bytes = self.topology, 4 * self.sizes.embeddings
         degrees = {"pipeline": topology.pipeline, "data": topology.data * topology.context, "tensor": topology.tensor}
         axis = " x ".join(name for name, degree in degrees.items() if degree > 1)
@@ -273,20 +306,20 @@ class Axes:
         yield from self._send(BROADCAST, axis, topology.world_size, 1, num_bytes * (1 + 1 / self.sizes.hidden), 2)
 
     def gather_parts(self) -> Iterator[Sent]:
-        """Give what tensor and expert ranks send to step parameters whole, of which each holds a part."""
+        """Give the exchanges by which tensor and expert ranks, which have parts of parameters, step them whole."""
         topology, (divided, experts, _) = self.topology, self._stepped_whole()
         yield from self._exchange_parts("tensor", topology.tensor, 1, divided)
         yield from self._exchange_parts("expert", topology.expert, topology.tensor * topology.context, experts)
 
     def gather_shards(self) -> Iterator[Sent]:
-        """Give what ranks send to step parameters whole, of which FSDP2 has given each a shard."""
+        """Give the exchanges by which ranks with FSDP2's shards of parameters step them whole."""
         topology, (divided, experts, others) = self.topology, self._stepped_whole()
         axis, ranks = self._sharded_axis, topology.shard * topology.context
         yield from self._exchange_parts(axis, ranks, topology.tensor, experts + others)
         yield from self._exchange_parts(f"{axis} x tensor", ranks * topology.tensor, 1, divided)
 
     def gather_runs(self, num_elements: float) -> Iterator[Sent]:
-        """Give what ZeRO's ranks send, in float32, to step parameters whole; `num_elements`: elements of these."""
+        """Give the exchanges, in float32, by which ZeRO's ranks step `num_elements` elements of parameters whole."""
         ranks = self.topology.data * self.topology.context
         yield from self._exchange_parts(DATA, ranks, self.topology.tensor, num_elements, item_bytes=4)
 
@@ -300,12 +333,12 @@ class Axes:
     def _exchange_parts(
         self, axis: str, size: int, stride: int, num_elements: float, item_bytes: int | None = None
     ) -> Iterator[Sent]:
-        """Parts of parameters and their gradients to the owners, and the parts back."""
+        """Give an exchange of parts of parameters and gradients to the parameters' owners, and of new parts back."""
         held = num_elements / size * self.stages_share * (item_bytes or self.sizes.weight_bytes)
         yield from self._send(ALL_TO_ALL, axis, size, stride, 3 * held, 3)
 
     def model_axes(self) -> Iterator[Sent]:
-        """What the ranks of one replica exchange to run it: tensor, context, expert and pipeline ranks."""
+        """Give the collectives by which the tensor, context, expert and pipeline ranks of a replica run the model."""
         yield from self._tensor()
         yield from self._context()
         yield from self._expert()
@@ -400,13 +433,16 @@ class Axes:
 
     def _crossed_boundaries(self) -> int:
         """Count the messages of the rank that sends most, for each micro batch: outputs to the next, gradients back."""
-        ranks = self._rank_of_stage()
-        crossing = [pair for pair in itertools.pairwise(ranks) if pair[0] != pair[1]]
-        # Outputs go on in each pass.
-        sent = [rank for first, second in crossing for rank in (*[first] * self.sizes.passes, second)]
-        return max((sent.count(rank) for rank in set(sent)), default=0)
+        messages: Counter[int] = Counter()
+        for rank, next_rank in itertools.pairwise(self._rank_of_stage()):
+            if rank != next_rank:
+                # Outputs go on in each pass, and gradients come back once.
+                messages[rank] += self.sizes.passes
+                messages[next_rank] += 1
+        return max(messages.values(), default=0)
 
     def _rank_of_stage(self) -> tuple[int, ...]:
+        """Give the pipeline rank of each stage."""
         if self.topology.pipeline == 1:
             return (0,)
         # Imported here: other layouts save the time.
@@ -425,7 +461,15 @@ class Axes:
 
 
 def cut_elements(sizes: tuple[int, ...], num_parts: int) -> int:
-    """Count the elements of parameters that do not lie in one part, when they lie in a row that is cut evenly."""
-    part, ends = sum(sizes) / num_parts, itertools.accumulate(sizes)
-    places = zip(sizes, ends, strict=True)
-    return sum(size for size, end in places if size and (end - size) // part != (end - 1) // part)
+    """Count the elements of parameters that a cut divides, when they lie in a row that is cut into equal parts.
+
+    sizes 3 4 5, 2 parts      a a a b b b | b c c c c c      b is divided: 4 elements
+    """
+    part_size = sum(sizes) / num_parts
+    num_cut, begin = 0, 0
+    for size in sizes:
+        end = begin + size
+        if size and begin // part_size != (end - 1) // part_size:
+            num_cut += size
+        begin = end
+    return num_cut

@@ -1,8 +1,11 @@
-"""Optimizers that look at whole parameters, where each rank has a part of them: every parameter is stepped by one rank.
+"""Steps of optimizers that must see whole parameters, where each rank has a part: one rank, the owner, steps each one.
 
-The owner of a parameter gathers its parts and those of its gradient, steps it, and sends the parts back. Its state
-lies with the owner, whole, so that state is shared out over the ranks as parameters are. An owner that has all of it
-already, as of most under ZeRO-1 and 2, sends nothing.
+    before a step      rank 0: A0 G0    rank 1: A1 G1      parts of a parameter A, and of its gradient G
+    in the step        rank 0: A G                         the owner of A has gathered them, and steps A
+    after the step     rank 0: A0       rank 1: A1         it has sent the new parts back
+
+A parameter's state lies whole with its owner, so that state is shared out over the ranks as parameters are. An owner
+that has all of a parameter already, as for most under ZeRO-1 and 2, exchanges nothing.
 """
 
 from __future__ import annotations
@@ -25,22 +28,27 @@ from hfdist.strategies.gradients.reduction import local_tensor
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class ShardedParameter:
-    """A parameter of which the ranks of a group have parts, each element once."""
+    """A parameter of which the ranks of a group have parts; one rank has each element."""
 
     name: str
+    """Name of the parameter in the model."""
     held: torch.Tensor
-    """What the optimizer has on this rank: its part of the parameter, or a flat buffer with parts of several."""
+    """The tensor that the optimizer has on this rank: its part of the parameter, or a flat buffer of many parts."""
     options: Group
-    """The optimizer's group of it."""
+    """The optimizer's parameter group that the parameter is in."""
     shape: tuple[int, ...]
     """Shape of the whole parameter."""
     group: dist.ProcessGroup
+    """The ranks that have the parts."""
     own_pieces: Callable[[torch.Tensor], list[Piece]]
-    """Gives this rank's pieces of the whole parameter from `held`, or those of the gradient from its gradient."""
+    """Gives this rank's pieces of the whole parameter as views of `held`; of its gradient as views of `held.grad`."""
 
 
 class Region(NamedTuple):
-    """Which elements of a parameter a `Piece` of it has, with the fields of the piece."""
+    """The elements of a flattened parameter that a `Piece` has, by the numbers of the piece.
+
+    start  #### . . #### . . #### stop      `run` elements of every `pitch`; both are 0 where no element is left out
+    """
 
     start: int
     stop: int
@@ -49,25 +57,26 @@ class Region(NamedTuple):
 
 
 Regions: TypeAlias = list[list[Region]]
-"""What each rank of a group has of a parameter."""
+"""The regions of one parameter that each rank of a group has, by rank."""
 
 
 class WholeSteps:
-    """While an optimizer steps, whole parameters that this rank owns stand for those that it has parts of.
+    """Hooks of an optimizer by which it steps the whole parameters that this rank owns, in place of the parts it holds.
 
-    Each step is a collective. What one rank has whole already is its own, and stays where it is.
+    Each step is a collective. A parameter that one rank has whole already is owned by it, and is not sent.
 
     Args:
-        optimizer: an optimizer without state.
-        regions: the regions of each parameter that each rank has; in the same order on each rank.
+        optimizer: an optimizer without state; the hooks are registered on it.
+        regions: the regions of each parameter by rank, with the parameters in the same order on each rank.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, regions: Mapping[ShardedParameter, Regions]) -> None:
         self._by_held: dict[int, list[ShardedParameter]] = defaultdict(list)
-        """Parameters by the id of what is held."""
+        """The parameters with parts in a held tensor, by the tensor's id."""
         self._owners: dict[ShardedParameter, int] = {}
+        """The rank in its group that owns each parameter."""
         self._undivided: set[ShardedParameter] = set()
-        """What its owner has whole already."""
+        """Parameters that their owners have whole already."""
         for shards in _split_by(list(regions), lambda shard: shard.group):
             holders = [_find_holder(shard, regions[shard]) for shard in shards]
             self._undivided |= {shard for shard, holder in zip(shards, holders, strict=True) if holder is not None}
@@ -76,20 +85,20 @@ class WholeSteps:
         self._wholes: dict[ShardedParameter, nn.Parameter] = {}
         """Whole parameters that this rank owns, without memory between steps."""
         self._regions: dict[ShardedParameter, Regions] = {}
-        """Regions of these parameters alone: those of all would be as many as parameters times ranks."""
+        """Regions of the parameters that this rank owns; of all, they would be as many as parameters times ranks."""
         for shard, of_ranks in regions.items():
             self._by_held[id(shard.held)].append(shard)
             if self._owners[shard] == shard.group.rank():
                 self._wholes[shard], self._regions[shard] = nn.Parameter(_outline(shard)), of_ranks
         self._stepped: list[ShardedParameter] = []
-        """What the step that runs changes; empty between steps."""
+        """Parameters that the running step changes; empty between steps."""
         self._replaced: list[tuple[Group, list[torch.Tensor]]] = []
-        """Groups and what they hold between steps."""
+        """Groups that hold whole parameters in the running step, with the tensors that they hold between steps."""
         optimizer.register_step_pre_hook(self._gather)
         optimizer.register_step_post_hook(self._send_back)
 
     def replaces(self, held: torch.Tensor) -> bool:
-        """Whether others are stepped in place of what an optimizer holds, so that there is no state of it."""
+        """Whether whole parameters are stepped in place of a held tensor, for which the optimizer has no state then."""
         return id(held) in self._by_held
 
     def named(self) -> Iterator[tuple[str, Group, nn.Parameter]]:
@@ -98,12 +107,13 @@ class WholeSteps:
             yield shard.name, shard.options, whole
 
     def _messages(self) -> Iterator[list[ShardedParameter]]:
-        """What is sent, by group and type: a message has one type."""
+        """Give the parameters that travel in this step, by group and type: a message has values of one type."""
         divided = [shard for shard in self._stepped if shard not in self._undivided]
         return _split_by(divided, lambda shard: (shard.group, shard.held.dtype))
 
     @torch.no_grad()
     def _gather(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        """Before a step: put the whole parameters that this rank owns into the optimizer, and fill them."""
         for group in optimizer.param_groups:
             held = group["params"]
             stepped = [shard for part in held if part.grad is not None for shard in self._by_held.get(id(part), ())]
@@ -115,9 +125,10 @@ class WholeSteps:
         for shard in self._stepped:
             if shard in self._undivided and shard in self._wholes:
                 whole = self._wholes[shard]
-                whole.data, whole.grad = (
-                    shard.own_pieces(held)[0].view.view(shard.shape) for held in (shard.held, _gradient(shard))
-                )
+                (held_piece,) = shard.own_pieces(shard.held)
+                (gradient_piece,) = shard.own_pieces(_gradient(shard))
+                whole.data = held_piece.view.view(shard.shape)
+                whole.grad = gradient_piece.view.view(shard.shape)
         for shards in self._messages():
             for shard, value in self._to_owners(shards, [shard.held for shard in shards]):
                 self._wholes[shard].data = value
@@ -126,6 +137,7 @@ class WholeSteps:
 
     @torch.no_grad()
     def _send_back(self, *_: object) -> None:
+        """After a step: send the parts back to the ranks that hold them, and give the optimizer its tensors again."""
         for shards in self._messages():
             self._to_holders(shards)
         for shard in self._stepped:
@@ -138,7 +150,10 @@ class WholeSteps:
     def _to_owners(
         self, shards: list[ShardedParameter], values: list[torch.Tensor]
     ) -> list[tuple[ShardedParameter, torch.Tensor]]:
-        """Give the whole values of the parameters that this rank owns; `values`: what it has of each."""
+        """Exchange parts, and give the whole values of the parameters that this rank owns. A collective.
+
+        `values` are like `held` of each parameter: that tensor itself, or its gradient.
+        """
         like, ranks = local_tensor(values[0]), range(shards[0].group.size())
         sent: list[list[torch.Tensor]] = [[] for _ in ranks]
         for shard, value in zip(shards, values, strict=True):
@@ -148,7 +163,7 @@ class WholeSteps:
         return wholes
 
     def _to_holders(self, shards: list[ShardedParameter]) -> None:
-        """Set what this rank has of each parameter from the whole ones of their owners."""
+        """Set this rank's part of each parameter from the owner's whole one. A collective."""
         like, ranks = local_tensor(shards[0].held), range(shards[0].group.size())
         wholes = [(shard, self._wholes[shard].detach()) for shard in shards if shard in self._wholes]
         received: list[list[torch.Tensor]] = [[] for _ in ranks]
@@ -159,7 +174,7 @@ class WholeSteps:
     def _views_of_ranks(
         self, wholes: Iterable[tuple[ShardedParameter, torch.Tensor]], ranks: Iterable[int]
     ) -> list[list[torch.Tensor]]:
-        """Give the views of whole values that each rank has."""
+        """Give, for each rank, views of the parts of whole values that the rank holds."""
         return [
             [_elements(whole, region) for shard, whole in wholes for region in self._regions[shard][rank]]
             for rank in ranks
@@ -179,26 +194,29 @@ def _outline(shard: ShardedParameter) -> torch.Tensor:
 def _exchange(
     sent: list[list[torch.Tensor]], received: list[list[torch.Tensor]], like: torch.Tensor, group: dist.ProcessGroup
 ) -> None:
-    """Send views to each rank of a group, and copy what comes from each into other views. A collective."""
-    flat = torch.cat([like.new_empty(0), *(view.flatten() for of_rank in sent for view in of_rank)])
-    num_sent, num_received = (
-        [sum(view.numel() for view in of_rank) for of_rank in of_ranks] for of_ranks in (sent, received)
-    )
-    # What is offloaded travels through the device.
+    """Send the views in `sent` to the ranks of a group, and fill the views in `received` from them. A collective.
+
+    Both lists have the views for each rank; `like` gives the type.
+    """
+    flat = torch.cat([like.new_empty(0), *(view.flatten() for views in sent for view in views)])
+    num_sent = [sum(view.numel() for view in views) for views in sent]
+    num_received = [sum(view.numel() for view in views) for views in received]
+    # Offloaded parameters travel through the device.
     flat = flat.to(device_of(group))
     buffer = flat.new_empty(sum(num_received))
     dist.all_to_all_single(buffer, flat, num_received, num_sent, group=group)
-    views = [view for of_rank in received for view in of_rank]
-    for view, values in zip(views, buffer.split([view.numel() for view in views]), strict=True):
+    filled = [view for views in received for view in views]
+    for view, values in zip(filled, buffer.split([view.numel() for view in filled]), strict=True):
         view.copy_(values.view(view.shape))
 
 
 def _elements(whole: torch.Tensor, region: Region) -> torch.Tensor:
+    """Give a view of a region of a whole value."""
     return view_rows(whole.view(-1)[region.start : region.stop], region.run, region.pitch)
 
 
 def gather_regions(shared: list[ShardedParameter]) -> dict[ShardedParameter, Regions]:
-    """Let the ranks of each group tell each other what they have of the parameters. A collective."""
+    """Exchange the regions of parameters between the ranks of each group, and give them by parameter. A collective."""
     regions: dict[ShardedParameter, Regions] = {shard: [] for shard in shared}
     for shards in _split_by(shared, lambda shard: shard.group):
         own = [[(p.start, p.stop, p.run, p.pitch) for p in shard.own_pieces(shard.held)] for shard in shards]
@@ -209,13 +227,16 @@ def gather_regions(shared: list[ShardedParameter]) -> dict[ShardedParameter, Reg
 
 
 def _find_holder(shard: ShardedParameter, of_ranks: Regions) -> int | None:
-    """Give the rank that has all of a parameter in one piece."""
+    """Give the rank that has all of a parameter in one piece; None: no rank has."""
     of_all = [Region(0, math.prod(shard.shape))]
     return next((rank for rank, regions in enumerate(of_ranks) if regions == of_all), None)
 
 
 def _assign_owners(sizes: list[int], holders: list[int | None], num_ranks: int) -> list[int]:
-    """Give each parameter an owner: who has all of it; the others the largest first to who then owns least."""
+    """Give the owner of each parameter: its holder; of the others, the largest first, the rank that then owns least.
+
+    `sizes` are elements, and `holders` the ranks that have all of a parameter; None: no rank has.
+    """
     loads, owners = [0] * num_ranks, [0] * len(sizes)
     for index in sorted(range(len(sizes)), key=lambda index: (holders[index] is None, -sizes[index])):
         holder = holders[index]

@@ -28,7 +28,7 @@ from hfdist.data.packing.sequence import (
     NAMES,
     ORIGINS,
     POSITION_IDS,
-    Sequence,
+    PackedSequence,
     Shape,
 )
 from hfdist.data.packing.windows import RULE
@@ -212,7 +212,7 @@ def _filled_up(rows: NDArray[np.int32], shape: Shape) -> NDArray[np.int32]:
     return filled
 
 
-def _with_documents(sequence: Sequence, rows: NDArray[np.int32], config: DataConfig) -> NDArray[np.int32]:
+def _with_documents(sequence: PackedSequence, rows: NDArray[np.int32], config: DataConfig) -> NDArray[np.int32]:
     """Add a row of the numbers of the documents, in their order, -1 after them; only where columns are kept."""
     if not config.keep_columns:
         return rows

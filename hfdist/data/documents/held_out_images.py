@@ -20,8 +20,7 @@ from hfdist.data.marks import are_images
 from hfdist.data.order.lane_state import Place
 from hfdist.data.order.records import make_records
 from hfdist.data.packing.packed_images import packed_row
-from hfdist.data.packing.sequence import Sequence as PackedSequence
-from hfdist.data.packing.sequence import image_row
+from hfdist.data.packing.sequence import PackedSequence, image_row
 from hfdist.data.tokenization.image_tokens import ImageTokens
 
 

@@ -16,7 +16,7 @@ from hfdist.data.documents.bad_rows import with_way_out
 from hfdist.data.documents.corpus import Corpus
 from hfdist.data.marks import are_images, begin
 from hfdist.data.order.records import numbers_of
-from hfdist.data.packing.sequence import PieceImages, Problem, Sequence
+from hfdist.data.packing.sequence import PackedSequence, PieceImages, Problem
 from hfdist.data.sources.base import ContentError
 from hfdist.data.sources.images import decode
 from hfdist.data.tokenization.image_tokens import ImageTokens
@@ -30,7 +30,7 @@ class ImageReader:
         self._corpus, self._images = corpus, images
         self._stops = config.on_bad_rows is BadRows.error
 
-    def read(self, sequence: Sequence) -> Sequence:
+    def read(self, sequence: PackedSequence) -> PackedSequence:
         """Give a sequence with its images; a sequence without images stays as it is.
 
         DataError: an image is damaged and `data.on_bad_rows` is `error`, or the data have changed.

@@ -1,4 +1,4 @@
-"""What a sequence was made of: one record for each piece of a document, and for each document passed over."""
+"""Records of the pieces of documents that a sequence was made of, and of documents that were passed over."""
 
 from __future__ import annotations
 
@@ -42,13 +42,14 @@ RECORD = np.dtype(
 )
 """A record of 36 bytes, as the ledger's files have it.
 
-sequence      number of the sequence among those of its lane
-document      canonical number
+sequence      number of the sequence among the sequences of its lane
+document      canonical number of the document
 first_token   place of the piece's first token in the document
-num_tokens    tokens of the piece; 0: the document is passed over
-of_tokens     tokens of the whole document
-epoch, pool   of the document
-fate          its `Status`
+num_tokens    number of tokens of the piece; 0: the document is passed over
+of_tokens     number of tokens of the whole document
+epoch         epoch of the lane in which the document is read
+pool          number of the document's pool
+fate          `Status` of the document
 """
 
 Records = NDArray[np.void]
@@ -56,7 +57,7 @@ Records = NDArray[np.void]
 
 
 def make_records(num_records: int, **columns: ArrayLike) -> Records:
-    """Make records of columns; fields without a column are 0."""
+    """Make records of columns, each named as its field and of shape [records]; fields without a column are 0."""
     records = np.zeros(num_records, dtype=RECORD)
     for name, values in columns.items():
         records[name] = values
@@ -64,30 +65,37 @@ def make_records(num_records: int, **columns: ArrayLike) -> Records:
 
 
 def join(records: Sequence[Records]) -> Records:
-    """Concatenate contiguous arrays of records: a copy."""
-    # `numpy.concatenate` would compare their fields first.
-    return np.frombuffer(bytearray().join([one.data for one in records]), dtype=RECORD)
+    """Concatenate contiguous arrays of records into a new array."""
+    # Bytes are joined, as `numpy.concatenate` would compare the arrays' fields first. A bytearray can be written to.
+    return np.frombuffer(bytearray().join([array.data for array in records]), dtype=RECORD)
 
 
 def chain(digest: int, records: Records, stops: Sequence[int] | None = None) -> int:
-    """Give the digest of a lane after `records`, from the one before them. Digests are in [0, 2**64).
+    """Give the digest of a lane after more sequences: digest n + 1 is a hash of digest n and the records of a sequence.
 
-    `stops` says where each sequence ends in the records; None: they are of one sequence.
+    Args:
+        digest: the lane's digest before them, in [0, 2**64), as all digests.
+        records: the records of the sequences, in order.
+        stops: the end of each sequence in the records; None: all are of one sequence.
     """
-    content, start, last = records.data, 0, digest.to_bytes(8, "little")
-    for stop in [len(records)] if stops is None else stops:
-        hashed = hashlib.blake2b(last, digest_size=8)
-        hashed.update(content[start:stop])
-        start, last = stop, hashed.digest()
-    return int.from_bytes(last, "little")
+    if stops is None:
+        stops = [len(records)]
+    chained = digest.to_bytes(8, "little")
+    start = 0
+    for stop in stops:
+        hashed = hashlib.blake2b(chained, digest_size=8)
+        hashed.update(records.data[start:stop])
+        chained = hashed.digest()
+        start = stop
+    return int.from_bytes(chained, "little")
 
 
 def count_new_documents(records: Records) -> int:
-    """Count the documents that begin in these records, or are passed over."""
+    """Count the documents that begin in these records, or are passed over: both have a record of their first token."""
     return int(np.count_nonzero(records["first_token"] == 0))
 
 
 def numbers_of(records: Records) -> NDArray[np.int64]:
-    """Give the documents that a sequence holds, in their order; shape [pieces]."""
+    """Give the canonical numbers of the documents of which a sequence holds pieces, in their order; shape [pieces]."""
     numbers: NDArray[np.int64] = records["document"][records["num_tokens"] > 0]
     return numbers

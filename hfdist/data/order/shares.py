@@ -1,7 +1,11 @@
-"""Which of several runs reads which lanes of one stream, when some of them come and go.
+"""The lanes of one stream shared by several runs, some of which come and go.
 
-A lane has a home: run `lane mod count`. Who is there reads the lanes of its home; the lanes of who is gone are dealt to
-the others. What a lane has given counts once all runs have agreed on it: see `Shares.counted`.
+    lanes              0  1  2  3  4  5
+    all of 3 runs      0  1  2  0  1  2       a lane's home is run `lane mod count`
+    run 1 is gone      0  0  2  0  2  2       its lanes are dealt to the others
+    run 1 is back      0  1  2  0  1  2       a run that is there reads the lanes of its home
+
+The sequences that a run has read of a lane count once all runs have agreed on them: `ends` says up to which one.
 """
 
 from __future__ import annotations
@@ -15,55 +19,58 @@ from hfdist.whole_numbers import whole_number
 
 @dataclass(frozen=True, kw_only=True)
 class Shares:
-    """Who reads what. All runs have the same."""
+    """The run that reads each lane, and what counts of each lane. All runs have equal shares."""
 
     count: int
-    """Number of runs."""
+    """Number of runs, those that are gone included."""
     readers: Mapping[int, int]
-    """Run that reads each lane."""
+    """The run that reads each lane, by lane."""
     ends: Mapping[int, Mapping[int, int]]
-    """End of what counts, in sequences, by lane and run: see `end_of`."""
+    """The number of the sequence in a lane at which the records of a run end to count, by lane and then by run."""
 
     @classmethod
     def at_home(cls, num_lanes: int, count: int) -> Shares:
-        """Each run reads the lanes of its home."""
+        """Make the shares in which each run reads the lanes of its home, and nothing counts yet."""
         return cls(count=count, readers={lane: lane % count for lane in range(num_lanes)}, ends={})
 
     def lanes_of(self, run: int) -> list[int]:
-        """Lanes that a run reads, rising."""
+        """Give the lanes that a run reads, in rising order."""
         return sorted(lane for lane, reader in self.readers.items() if reader == run)
 
     def end_of(self, lane: int, run: int) -> int:
-        """Up to which sequence of a lane the records of a run count."""
+        """Give the number of the sequence in a lane up to which the records of a run count; 0: none of them does."""
         return self.ends.get(lane, {}).get(run, 0)
 
     def counted(self, run: int, sequences: Mapping[int, int]) -> Shares:
-        """Count what a run has read: so many sequences from the begin of each of its lanes."""
+        """Give shares in which the records of a run count up to `sequences[lane]` of each of its lanes."""
         ends = {lane: {**self.ends.get(lane, {}), run: end} for lane, end in sequences.items()}
         return replace(self, ends={**self.ends, **ends})
 
     def dealt(self, there: Collection[int], unit: int) -> Shares:
-        """Deal the lanes to the runs that are there; one that comes back gets those of its home.
+        """Give shares in which the runs that are there read all lanes; a run that comes back gets its home's lanes.
 
         Args:
-            there: runs, at least one.
-            unit: lanes that one run gets together, so that its data ranks have equally many; divides those of a home.
+            there: numbers of the runs that are there, at least one.
+            unit: number of lanes that one run gets together, so that its data ranks have equally many; it divides the
+                number of lanes of a home.
         """
-        readers = {
-            lane: lane % self.count if lane % self.count in there else reader for lane, reader in self.readers.items()
-        }
-        orphans = [lane for lane, reader in sorted(readers.items()) if reader not in there]
+        readers = dict(self.readers)
+        for lane in readers:
+            home = lane % self.count
+            if home in there:
+                readers[lane] = home
+        orphans = [lane for lane, reader in readers.items() if reader not in there]
         # A unit has lanes of one home, so that a run that comes back takes whole units.
         orphans.sort(key=lambda lane: (lane % self.count, lane))
-        numbers = {run: sum(reader == run for reader in readers.values()) for run in sorted(there)}
+        num_lanes = {run: sum(reader == run for reader in readers.values()) for run in sorted(there)}
         for start in range(0, len(orphans), unit):
-            run = min(numbers, key=lambda one: numbers[one])
-            readers |= dict.fromkeys(orphans[start : start + unit], run)
-            numbers[run] += unit
+            run_with_fewest = min(num_lanes, key=lambda run: num_lanes[run])
+            readers |= dict.fromkeys(orphans[start : start + unit], run_with_fewest)
+            num_lanes[run_with_fewest] += unit
         return replace(self, readers=readers)
 
     def to_json(self) -> dict[str, object]:
-        """Give a value for JSON."""
+        """Give the shares as a value for JSON: the number of runs, and `[lane, reader, [[run, end], ...]]` by lane."""
         lanes = [
             [lane, reader, sorted(self.ends.get(lane, {}).items())] for lane, reader in sorted(self.readers.items())
         ]
@@ -71,7 +78,7 @@ class Shares:
 
     @classmethod
     def from_json(cls, value: Any) -> Shares:
-        """Read what `to_json` gave. KeyError, TypeError, ValueError: it is damaged."""
+        """Read shares from a value of `to_json`. KeyError, TypeError, ValueError: the value is damaged."""
         lanes = [(whole_number(lane), whole_number(reader), ends) for lane, reader, ends in value["lanes"]]
         count = whole_number(value["count"])
         if any(reader >= count for _, reader, _ in lanes):

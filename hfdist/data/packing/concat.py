@@ -1,13 +1,15 @@
-"""Documents end to end, cut at the length: no filling, and a document may continue in the next sequence.
+"""Packing of documents end to end, cut at the sequence length: no filling, and a document may go on in the next one.
 
-Documents of one lane or of many wait in a buffer until they make whole sequences. Many sequences are cut at once: all
-in columns, since a call of numpy costs as much as hundreds of documents, and no token is touched.
+    documents     a a a | b b b b b | c c c c
+    sequences     a a a b | b b b b | c c c c        of 4 tokens
+
+Documents of one lane or of many wait in a buffer until they make whole sequences. Many sequences are cut at once, as
+columns of numbers: a call of numpy costs as much as hundreds of documents, and no token is touched.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
-from collections.abc import Sequence as Sequences
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import repeat, tee
 from typing import NamedTuple
@@ -19,9 +21,9 @@ from hfdist.data.order.lane_state import Place
 from hfdist.data.order.records import Records, Status, make_records
 from hfdist.data.packing.sequence import (
     Integers,
+    PackedSequence,
     Pieces,
     Problem,
-    Sequence,
     Shape,
     after_the_end,
     filling,
@@ -30,21 +32,26 @@ from hfdist.data.packing.sequence import (
 from hfdist.data.sources.document_batch import DocumentBatch, views_of
 from hfdist.errors import DataError
 
-# Cut at once: twice as many each time, so that the first one comes soon and numpy's calls become cheap.
 _MOST_SEQUENCES = 128
+"""The most sequences that are cut at once; from one on, twice as many each time, so that the first one comes soon."""
 _FILLING = -1
 """Number of the array that stands for the tokens of quarantined documents."""
 
 
-def concat(chunks: Iterator[tuple[Place, DocumentBatch]], shape: Shape) -> Iterator[Sequence]:
+def concat(chunks: Iterator[tuple[Place, DocumentBatch]], shape: Shape) -> Iterator[PackedSequence]:
     """Give the sequences of one lane; the last one, where the documents end, is filled up.
 
-    `chunks` are documents in order, and the place of the first of them; the offset of the first place is the first
-    token that is still to be used. CheckpointError: it is after the end of its document.
+    Args:
+        chunks: documents in order, each chunk with the place of its first document; the offset of the first place is
+            the first token that is still to be used.
+        shape: the shape of a sequence.
+
+    Raises:
+        CheckpointError: that offset is after the end of its document.
     """
     buffer, num_at_once, lane = PackingBuffer(shape, [0]), 1, 0
 
-    def cut() -> Iterator[Sequence]:
+    def cut() -> Iterator[PackedSequence]:
         num_sequences = min(buffer.num_sequences(lane), _MOST_SEQUENCES)
         return buffer.cut({lane: num_sequences}).sequences(0, num_sequences)
 
@@ -60,91 +67,97 @@ def concat(chunks: Iterator[tuple[Place, DocumentBatch]], shape: Shape) -> Itera
 
 
 class LaneDocuments(NamedTuple):
-    """Says which documents of a chunk are a lane's."""
+    """The neighbouring documents of a chunk that are of one lane."""
 
     lane: int
+    """Number of the lane."""
     place: Place
     """Place of the first of these documents; its offset is the first token that is still to be used."""
     num_documents: int
 
 
 class _Items(NamedTuple):
-    """Columns of the documents that are packed, without those that are passed over; each of shape [documents]."""
+    """Documents, or what is left of them, as columns of shape [documents]; one that is passed over has no tokens."""
 
     numbers: Integers
+    """Canonical number of the document."""
     epochs: Integers
     positions: Integers
+    """Position of the document in its lane's order of the epoch."""
     fates: Integers
+    """`Status` of the document."""
     of_tokens: Integers
-    """All tokens of the document."""
+    """Number of all tokens of the document."""
     given: Integers
-    """Tokens of the document that `data.too_long` leaves."""
+    """Number of its tokens that `data.too_long` leaves."""
     first: Integers
-    """First token of the document that is not used yet."""
+    """Place in the document of the first token that is not used yet."""
     lengths: Integers
-    """Number of tokens that are left."""
+    """Number of tokens that are not used yet."""
     arrays: Integers
     """Number of the array that holds these tokens."""
     starts: Integers
-    """Index of the next one in it."""
+    """Index of the first of these tokens in that array."""
 
 
 _FIRST, _LENGTHS, _ARRAYS, _STARTS = map(_Items._fields.index, ("first", "lengths", "arrays", "starts"))
 
 
 class PackingBuffer:
-    """Documents of some lanes, or what is left of them, that are in no sequence yet."""
+    """A buffer of the documents of some lanes, or what is left of them, that are in no sequence yet."""
 
     def __init__(self, shape: Shape, lanes: Iterable[int]) -> None:
         self._shape = shape
         self._columns = {lane: np.empty((len(_Items._fields), 0), dtype=np.int64) for lane in lanes}
-        """Columns of `_Items`."""
+        """The documents of each lane: the columns of `_Items`, stacked."""
         self._num_tokens = dict.fromkeys(self._columns, 0)
         self._arrays: dict[int, NDArray[np.integer]] = {}
         """Arrays of tokens, by number."""
         self._num_arrays = 0
+        """The number of the next array that comes."""
         self._errors: dict[tuple[int, int], DataError] = {}
-        """Errors of bad documents, by epoch and number."""
+        """Errors of bad documents, by epoch and canonical number."""
 
     def num_documents(self, lane: int) -> int:
-        """Number of a lane's documents, those passed over included."""
+        """Count a lane's documents, those that are passed over included."""
         return self._columns[lane].shape[1]
 
     def num_sequences(self, lane: int) -> int:
-        """Number of whole sequences that a lane's documents make."""
+        """Count the whole sequences that a lane's documents make."""
         return self._num_tokens[lane] // self._shape.length
 
-    def add(self, chunk: DocumentBatch, lanes: Sequences[LaneDocuments]) -> None:
-        """Take documents, which are the lanes' in this order: all, or none of them if there is an error.
+    def add(self, chunk: DocumentBatch, lanes: Sequence[LaneDocuments]) -> None:
+        """Take all documents of a chunk, which are of these lanes in this order; none of them if there is an error.
 
-        CheckpointError: an offset is after the end of its document.
+        CheckpointError: the offset of a lane's place is after the end of its document.
         """
         new = self._items(chunk, lanes)
-        ends = np.cumsum([own.num_documents for own in lanes])
-        for own, end in zip(lanes, ends.tolist(), strict=True):
-            offset, length = own.place.offset, int(new[_LENGTHS, end - own.num_documents])
+        ends = np.cumsum([of_lane.num_documents for of_lane in lanes])
+        for of_lane, end in zip(lanes, ends.tolist(), strict=True):
+            offset, length = of_lane.place.offset, int(new[_LENGTHS, end - of_lane.num_documents])
             if offset > 0 and offset >= length:
                 raise after_the_end("document", f"token {offset} of {length}")
-        num_tokens = np.diff(np.cumsum(new[_LENGTHS])[ends - 1], prepend=0).tolist()
+        tokens_of_lanes = np.diff(np.cumsum(new[_LENGTHS])[ends - 1], prepend=0).tolist()
         begin = 0
-        for (lane, place, _), end, own_tokens in zip(lanes, ends.tolist(), num_tokens, strict=True):
+        for (lane, place, _), end, num_tokens in zip(lanes, ends.tolist(), tokens_of_lanes, strict=True):
             columns = new[:, begin:end]
             if place.offset > 0:
                 _use(columns, place.offset)
             self._columns[lane] = np.concatenate([self._columns[lane], columns], axis=1)
-            self._num_tokens[lane] += own_tokens - place.offset
+            self._num_tokens[lane] += num_tokens - place.offset
             begin = end
         for number, error in chunk.errors.items():
             self._errors[int(_Items(*new).epochs[number]), int(chunk.numbers[number])] = error
 
-    def _items(self, chunk: DocumentBatch, lanes: Sequences[LaneDocuments]) -> Integers:
-        counts = np.array([own.num_documents for own in lanes])
-        first_positions = np.array([own.place.position for own in lanes])
+    def _items(self, chunk: DocumentBatch, lanes: Sequence[LaneDocuments]) -> Integers:
+        """Give the columns of `_Items` for a chunk, stacked; its arrays of tokens are kept."""
+        counts = np.array([of_lane.num_documents for of_lane in lanes])
+        first_positions = np.array([of_lane.place.position for of_lane in lanes])
         documents = np.arange(len(chunk.numbers))
         return np.stack(
             _Items(
                 numbers=chunk.numbers,
-                epochs=np.repeat([own.place.epoch for own in lanes], counts),
+                epochs=np.repeat([of_lane.place.epoch for of_lane in lanes], counts),
                 positions=documents + np.repeat(first_positions - (np.cumsum(counts) - counts), counts),
                 fates=chunk.fates,
                 of_tokens=chunk.lengths + chunk.cut_tokens,
@@ -156,8 +169,8 @@ class PackingBuffer:
             )
         )
 
-    def _keep(self, arrays: Sequences[NDArray[np.integer]]) -> Integers:
-        """Keep arrays, and drop those that hold no document any more; returns their numbers."""
+    def _keep(self, arrays: Sequence[NDArray[np.integer]]) -> Integers:
+        """Keep arrays of tokens, drop those that hold no document any more, and give the numbers of the new ones."""
         known = {id(tokens): number for number, tokens in self._arrays.items()}
         if not all(id(tokens) in known for tokens in arrays):
             used = np.unique(np.concatenate([columns[_ARRAYS] for columns in self._columns.values()]))
@@ -172,29 +185,36 @@ class PackingBuffer:
         return np.array(numbers, dtype=np.int64)
 
     def cut(self, num_sequences: Mapping[int, int], turns: Integers | None = None) -> CutSequences:
-        """Take so many whole sequences of each lane, one lane after the other; `turns` is as in `CutSequences`.
+        """Take whole sequences out of the buffer, one lane after the other.
 
-        What is passed over after a lane's last token stays.
+        Documents that are passed over after a lane's last token stay.
+
+        Args:
+            num_sequences: the number of sequences of each lane, by the lane's number.
+            turns: the turn of each sequence, in which its pieces are asked for; None: one after the other.
         """
         taken = [self._take(lane, number * self._shape.length) for lane, number in num_sequences.items() if number]
         items = _Items(*np.concatenate(taken, axis=1))
         return CutSequences(items, sum(num_sequences.values()), self._shape, self._arrays, self._errors, turns)
 
     def _take(self, lane: int, num_tokens: int) -> Integers:
+        """Take the items of a lane with its next tokens, as stacked columns; the last item may be cut in two."""
         columns = self._columns[lane]
         ends = np.cumsum(columns[_LENGTHS])
         last = int(np.searchsorted(ends, num_tokens))
-        over = int(ends[last]) - num_tokens
+        num_left = int(ends[last]) - num_tokens
         taken = columns[:, : last + 1].copy()
-        taken[_LENGTHS, last] -= over
-        self._columns[lane] = columns[:, last if over else last + 1 :]
-        if over:
+        taken[_LENGTHS, last] -= num_left
+        if num_left:
+            self._columns[lane] = columns[:, last:]
             _use(self._columns[lane], int(taken[_LENGTHS, last]))
+        else:
+            self._columns[lane] = columns[:, last + 1 :]
         self._num_tokens[lane] -= num_tokens
         return taken
 
-    def rest(self, lane: int) -> Sequence:
-        """Take all that is left of a lane, which is less than a sequence, and fill it up."""
+    def rest(self, lane: int) -> PackedSequence:
+        """Take all that is left of a lane, less than a sequence, and give it as a sequence that is filled up."""
         length, num_tokens = self._shape.length, self._num_tokens[lane]
         items = _Items(*self._columns[lane])
         self._columns[lane], self._num_tokens[lane] = self._columns[lane][:, :0], 0
@@ -204,7 +224,7 @@ class PackingBuffer:
             lengths=[*sequence.lengths, length - num_tokens],
             blanks=[*sequence.blanks, (num_tokens, length)],
             num_tokens=num_tokens,
-            # What was passed over comes first, as in all sequences that are filled up.
+            # Documents that were passed over come first, as in all sequences that are filled up.
             records=sequence.records[np.argsort(sequence.records["num_tokens"] > 0, kind="stable")],
         )
 
@@ -217,23 +237,34 @@ def _use(columns: Integers, num_tokens: int) -> None:
 
 
 class Given(NamedTuple):
-    """Some sequences of one lane, one after the other: what the cursor and the ledger take of them."""
+    """The records and sums of neighbouring sequences of one lane, which the cursor and the ledger take."""
 
     records: Records
-    """Records of all of them, as in `Sequence`."""
+    """Records of all these sequences; their fields `sequence` and `pool` are not set yet."""
     stops: Integers
-    """Where each sequence ends in the records."""
+    """End of each sequence in the records; shape [sequences]."""
     next_place: Place
+    """Place where the sequence after the last one begins."""
     num_tokens: int
+    """Number of tokens of all these sequences."""
     num_documents: int
+    """Number of documents that begin in them, or are passed over."""
 
 
 class CutSequences:
-    """Sequences of whole items, but for the last item of each lane, which is as long as its last sequence needs.
+    """Sequences that are cut out of items, kept as columns.
 
-    Items of several lanes may follow each other, if those of each lane have as many tokens as whole sequences. The last
-    sequence may be shorter than the others. `errors` are of bad documents, by epoch and number; those met are taken
-    out. `turns` says for each sequence when its pieces are asked for, if that is not one after the other.
+        items        a a a | b b b b b | c c c c      tokens of each document, end to end; an edge each 4 tokens
+        pieces       a a a | b | b b b b | c c c c    an item with an edge inside becomes two pieces, or more
+
+    Args:
+        items: what is cut. The items of several lanes may follow each other, if the items of each lane have as many
+            tokens as whole sequences.
+        num_sequences: the number of sequences; the last one may be shorter than the others.
+        shape: the shape of a sequence.
+        arrays: the arrays of tokens, by number.
+        errors: the errors of bad documents, by epoch and canonical number; those that are met are taken out.
+        turns: the turn of each sequence, in which its pieces are asked for; None: one after the other.
     """
 
     def __init__(
@@ -249,7 +280,8 @@ class CutSequences:
         ends = np.cumsum(items.lengths)
         begins = ends - items.lengths
         edges = np.arange(1, num_sequences) * shape.length
-        # Items with an edge inside become several pieces: the items that own them, and where they start in all tokens.
+        # For each piece: the item that owns it, and where it starts among all tokens. Items with an edge inside have
+        # several pieces.
         holders = np.searchsorted(ends, edges, side="right")
         is_inside = begins[holders] != edges
         owners = np.concatenate([np.arange(len(ends)), holders[is_inside]])
@@ -279,7 +311,7 @@ class CutSequences:
             order = np.argsort(numbers, kind="stable")
             owners, starts, sizes, used, numbers = (column[order] for column in (owners, starts, sizes, used, numbers))
         self._begins = numbers * shape.length + starts % shape.length
-        """Where each piece begins, counted from the first turn."""
+        """Place of each piece's first token, counted from the first turn."""
         self._piece_ends = [0, *np.searchsorted(numbers, np.arange(1, num_sequences)).tolist(), len(owners)]
         self._sizes = sizes.tolist()
         in_arrays, firsts = items.arrays[owners], items.starts[owners] + used
@@ -293,28 +325,28 @@ class CutSequences:
             start = int(starts[piece]) % shape.length
             self._blanks.setdefault(int(numbers[piece]), []).append((start, start + self._sizes[piece]))
         self._spans = in_arrays.tolist(), firsts.tolist(), (firsts + sizes).tolist()
-        """The array of each piece, and where it begins and ends in it."""
+        """For each piece: the number of its array, its first index in it, and the index after its last one."""
         self._places = _next_places(items, ends, num_sequences, shape.length)
 
     def pieces(self, first: int, stop: int) -> Pieces:
-        """Give what the rows of neighbours are made of, in the order of their turns."""
-        own = slice(self._piece_ends[first], self._piece_ends[stop])
-        blanks = [
-            (start + self._length * number, end + self._length * number)
-            for number in (range(stop - first) if self._blanks else ())
-            for start, end in self._blanks.get(first + number, ())
-        ]
-        return Pieces(self._join(own), self._sizes[own], self._begins[own] - first * self._length, blanks)
+        """Give the pieces of the sequences of turns `first` to `stop` - 1, end to end."""
+        chosen = slice(self._piece_ends[first], self._piece_ends[stop])
+        blanks = []
+        if self._blanks:
+            for turn in range(first, stop):
+                before = (turn - first) * self._length
+                blanks += [(before + start, before + end) for start, end in self._blanks.get(turn, ())]
+        return Pieces(self._join(chosen), self._sizes[chosen], self._begins[chosen] - first * self._length, blanks)
 
     @cached_property
     def _buffers(self) -> tuple[dict[int, memoryview], np.dtype[np.integer] | None]:
-        """The arrays as buffers, of which a part takes half the time; and their type, if they have the same one."""
+        """The arrays as buffers, whose slices take half the time of arrays'; and the type of all, None if several."""
         types = {tokens.dtype for tokens in self._arrays.values()}
-        parts = {number: tokens.data for number, tokens in self._arrays.items()}
-        return parts, types.pop() if len(types) == 1 else None
+        buffers = {number: tokens.data for number, tokens in self._arrays.items()}
+        return buffers, types.pop() if len(types) == 1 else None
 
     def _join(self, pieces: slice) -> NDArray[np.integer]:
-        """Copy the tokens of neighbours, end to end."""
+        """Copy the tokens of neighbouring pieces, end to end."""
         buffers, dtype = self._buffers
         if dtype is None:
             return join_tokens(self._parts(pieces))
@@ -322,51 +354,55 @@ class CutSequences:
         return np.frombuffer(bytearray().join([buffers[array][start:stop] for array, start, stop in spans]), dtype)
 
     def _parts(self, pieces: slice) -> list[NDArray[np.integer]]:
-        """Views of the tokens of neighbours, made when they are asked for: those of all at once leave the cache."""
+        """Give views of the tokens of neighbouring pieces, made now: views of all would not stay in the CPU's cache."""
         return views_of(self._arrays, *(column[pieces] for column in self._spans))
 
     def given(self, first: int, stop: int) -> Given:
-        """Give what is known of neighbours in the order of lanes, all of one lane."""
+        """Give the records and sums of sequences `first` to `stop` - 1 in the order of lanes, all of one lane."""
         begin, stops = self._record_ends[first], self._record_ends[first + 1 : stop + 1]
         return Given(
-            self._records[begin : stops[-1]],
-            stops - begin,
-            Place(*(int(column[stop - 1]) for column in self._places)),
-            (stop - first) * self._length,
-            int(self._num_begun[first:stop].sum()),
+            records=self._records[begin : stops[-1]],
+            stops=stops - begin,
+            next_place=Place(*(int(column[stop - 1]) for column in self._places)),
+            num_tokens=(stop - first) * self._length,
+            num_documents=int(self._num_begun[first:stop].sum()),
         )
 
-    def sequences(self, first: int, stop: int) -> Iterator[Sequence]:
-        """Give some of them, each made when it is asked for: thousands that wait would be looked through by each
-        garbage collection.
+    def sequences(self, first: int, stop: int) -> Iterator[PackedSequence]:
+        """Give sequences `first` to `stop` - 1, each made when it is asked for.
+
+        Thousands of objects that wait would be looked through by each garbage collection.
         """
-        # All in C: a call of Python for each column of each sequence would be most of what packing costs.
-        pieces = self._piece_ends[first:stop], self._piece_ends[first + 1 : stop + 1]
+        # An iterator for each field of `PackedSequence`, and all loops in C: a call of Python for each field of each
+        # sequence would be most of what packing costs.
+        piece_ends = self._piece_ends[first : stop + 1]
+        pieces = [*map(slice, piece_ends, piece_ends[1:])]
         record_ends = self._record_ends[first : stop + 1].tolist()
-        records = map(slice, record_ends, record_ends[1:])
-        own, again = tee(map(self._records.__getitem__, records))
-        return map(
-            Sequence,
-            map(self._parts, map(slice, *pieces)),
-            map(self._sizes.__getitem__, map(slice, *pieces)),
-            map(self._blanks.get, range(first, stop), repeat(())),
-            map(Place, *(column[first:stop].tolist() for column in self._places)),
-            repeat(self._length),
-            self._num_begun[first:stop].tolist(),
-            own,
-            map(self._problems, again) if self._errors else repeat(()),
-        )
+        records, records_again = tee(map(self._records.__getitem__, map(slice, record_ends, record_ends[1:])))
+        parts = map(self._parts, pieces)
+        lengths = map(self._sizes.__getitem__, pieces)
+        blanks = map(self._blanks.get, range(first, stop), repeat(()))
+        next_places = map(Place, *(column[first:stop].tolist() for column in self._places))
+        num_tokens = repeat(self._length)
+        num_documents = self._num_begun[first:stop].tolist()
+        problems = map(self._problems, records_again) if self._errors else repeat(())
+        return map(PackedSequence, parts, lengths, blanks, next_places, num_tokens, num_documents, records, problems)
 
     def _problems(self, records: Records) -> tuple[Problem, ...]:
+        """Take out the errors of the bad documents in some records."""
         bad = records[records["fate"] == Status.bad]
         keys = zip(bad["epoch"].tolist(), bad["document"].tolist(), strict=True)
         return tuple(Problem(document, str(self._errors.pop((epoch, document)))) for epoch, document in keys)
 
 
 def _next_places(items: _Items, ends: Integers, num_sequences: int, length: int) -> tuple[Integers, ...]:
-    """Where each sequence ends: columns of `Place`."""
+    """Give the place after each sequence, as the three columns of `Place`; each of shape [sequences].
+
+    `ends` are the ends of the items, counted in tokens of all items; shape [items].
+    """
     edges = np.arange(1, num_sequences + 1) * length
-    # The item that holds the last token of each; of one that is too short, the last item, used and more than used.
+    # The item with the last token of each sequence. A last sequence that is too short ends after the last item, which
+    # then counts as used to its end.
     lasts = np.minimum(np.searchsorted(ends, edges), len(ends) - 1)
     used = items.first[lasts] + items.lengths[lasts] - (ends[lasts] - edges)
     is_done = used >= items.given[lasts]

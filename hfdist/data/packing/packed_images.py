@@ -1,16 +1,15 @@
-"""Sequences of several documents, some of which have images: their tensors, with positions of the model's own kind.
+"""The tensors of packed sequences whose documents have images, with the positions that the model gives to images.
 
 documents         a a I I I I a | b b b | fill
 positions         0 1 2 3 4 5 6 | 0 1 2 | 0 1        they restart: the mask keeps documents apart
-  time            0 1 2 2 2 2 4 | 0 1 2 | 0 1        the model's own three, where it has such, after those of the text
-  height          0 1 2 2 3 3 4 | 0 1 2 | 0 1
+  time            0 1 2 2 2 2 4 | 0 1 2 | 0 1        three more kinds, if the model has positions of its own for
+  height          0 1 2 2 3 3 4 | 0 1 2 | 0 1        images; the text's come first
   width           0 1 2 3 2 3 4 | 0 1 2 | 0 1
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from collections.abc import Sequence as Sequences
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -26,9 +25,9 @@ from hfdist.data.packing.sequence import (
     IMAGE_DIGESTS,
     NAMES,
     POSITION_IDS,
+    PackedSequence,
     PieceImages,
     Pieces,
-    Sequence,
     image_row,
     make_rows,
     stack_rows,
@@ -37,12 +36,13 @@ from hfdist.data.tokenization.image_tokens import ImageTokens, Inputs, stack_inp
 
 _POSITIONS = NAMES[POSITION_IDS]
 _TRIED = (((64, 48),), (), ((32, 32), (48, 64)))
-"""Sizes of the images of each document of a trial."""
+"""Sizes in pixels of the images of each document of a trial: one image, none, and two."""
 _TEXT_BEFORE, _TEXT_AFTER = "What is in this picture?", "It is a red square, and a cat looks at it."
+"""Texts of each document of a trial, before and after its images."""
 
 
 def stack_packed_rows(
-    rows: Sequences[Mapping[str, torch.Tensor]],
+    rows: Sequence[Mapping[str, torch.Tensor]],
     fill_id: int,
     images: ImageTokens,
     *,
@@ -52,15 +52,16 @@ def stack_packed_rows(
     """Stack rows of packed documents, with the tensors of their images.
 
     Args:
-        rows: of `packed_row`; shorter ones are filled up by a document of their own.
-        fill_id: token that fills up.
-        images: of the run.
-        needs_image: as of `stack_rows`. The small image is a document of its own after the first row.
-        tells_rows: as of `stack_images`.
+        rows: tensors of each row, made by `packed_row`; the filling of a shorter row is a document of its own.
+        fill_id: token that fills up shorter rows.
+        images: what images of the run become.
+        needs_image: whether a batch without an image gets a small one, from which nothing is learned, as a document of
+            its own after its first row.
+        tells_rows: whether the batch says how much of each image tensor is of which row.
 
     Returns:
-        input_ids and labels of shape [rows, tokens]; position_ids of the same, or of [4, rows, tokens] where images
-        have positions; and what the forward takes of images: their first axis is of images or patches.
+        input_ids and labels of shape [rows, tokens]; position_ids of the same shape, or of [4, rows, tokens] where
+        images have positions; and the tensors of images that a forward takes, whose first axis is of images or patches.
     """
     names = (*images.text_names, _POSITIONS, IMAGE_DIGESTS)
     texts = [{name: values for name, values in row.items() if name in names} for row in rows]
@@ -80,7 +81,7 @@ def stack_packed_rows(
 def _with_blank(
     text: Mapping[str, torch.Tensor], tokens: marks.Tokens, images: ImageTokens, inputs: Inputs | None = None
 ) -> dict[str, torch.Tensor]:
-    """Put a document without targets, of these tokens and perhaps with an image, after those of a row."""
+    """Put one more document after the documents of a row: of these tokens, without targets, perhaps with an image."""
     documents = [] if inputs is None else [_Document(0, len(tokens), PieceImages(inputs, digest=0))]
     blank = _row(Pieces(tokens, [len(tokens)], [0], [(0, len(tokens))]), documents, images)
     # The blank document has no digests of images: zeros stand for them.
@@ -89,23 +90,26 @@ def _with_blank(
 
 
 class _Document(NamedTuple):
-    """A document with images, and where in a row it stands."""
+    """A document with images in a row."""
 
     start: int
+    """Place of its first token in the row."""
     stop: int
+    """Place after its last token."""
     images: PieceImages
 
 
-def packed_row(sequence: Sequence, images: ImageTokens, *, tells_images: bool = False) -> dict[str, torch.Tensor]:
-    """Give what a forward takes of a packed sequence, and the tensors of its images.
+def packed_row(sequence: PackedSequence, images: ImageTokens, *, tells_images: bool = False) -> dict[str, torch.Tensor]:
+    """Give the tensors of a packed sequence and of its images, as a row for `stack_packed_rows`.
 
     Args:
-        sequence: packed, with its images.
-        images: of the run.
-        tells_images: whether to say, too, which images a document has: `IMAGE_DIGESTS`.
+        sequence: the sequence, with its images.
+        images: what images of the run become.
+        tells_images: whether to add hashes of each document's images, under the key `IMAGE_DIGESTS`.
 
     Returns:
-        Of shape [tokens], positions perhaps [4, tokens]; the first axis of those of images is of images or patches.
+        Tensors of shape [tokens], positions perhaps of [4, tokens]; the first axis of image tensors is of images or
+        patches.
     """
     pieces = Pieces.of([sequence])
     documents = list(_documents(pieces, sequence.images or {}))
@@ -118,6 +122,7 @@ def packed_row(sequence: Sequence, images: ImageTokens, *, tells_images: bool = 
 
 
 def _tensors(inputs: Inputs) -> dict[str, torch.Tensor]:
+    """Give the arrays of images as tensors."""
     return {name: torch.from_numpy(values) for name, values in inputs.items()}
 
 
@@ -126,12 +131,13 @@ def _documents(pieces: Pieces, images: Mapping[int, PieceImages]) -> Iterator[_D
     for piece, of_piece in images.items():
         start = int(pieces.begins[piece])
         stop = start + pieces.lengths[piece]
-        edges = [start, *(start + marks.begin(pieces.tokens[start:stop])).tolist(), stop]
-        yield from (_Document(*edge, of_piece) for edge in pairwise(edges))
+        second_begins = start + marks.begin(pieces.tokens[start:stop])
+        for begin, end in pairwise([start, *second_begins.tolist(), stop]):
+            yield _Document(begin, end, of_piece)
 
 
-def _row(pieces: Pieces, documents: Sequences[_Document], images: ImageTokens) -> dict[str, torch.Tensor]:
-    """Give what a forward takes of the tokens of a sequence, each of shape [tokens]; positions may be [4, tokens]."""
+def _row(pieces: Pieces, documents: Sequence[_Document], images: ImageTokens) -> dict[str, torch.Tensor]:
+    """Give the tensors of the tokens of a sequence, each of shape [tokens]; positions may be of [4, tokens]."""
     ids, positions, labels = make_rows(pieces, np.int64)
     row = images.row(ids, marks.are_images(pieces.tokens), labels)
     # A model that gets a mask does not look for documents in positions.
@@ -147,17 +153,22 @@ def _row(pieces: Pieces, documents: Sequences[_Document], images: ImageTokens) -
 
 
 def make_trial(images: ImageTokens) -> tuple[dict[str, torch.Tensor], list[dict[str, torch.Tensor]]]:
-    """Make a batch of one packed sequence with and without images, and a batch for each of its documents.
+    """Make the two sides of a test that packing changes nothing: a batch of a packed row, and one for each document.
 
     All tokens of texts are targets, so that each one is compared.
+
+    Returns:
+        The batch of the packed sequence, some of whose documents have images; and a batch for each of its documents.
     """
     parts, inputs = [], {}
     for number, sizes in enumerate(_TRIED):
         pictures = [Image.new("RGB", size, (90 * number, 40, 120)) for size in sizes]
         # A text after each: positions of types that have their own look for where an image ends.
         after = images.tokens_of_text(_TEXT_AFTER)
-        places = [token for picture in pictures for token in (*images.tokens_of(picture), *after)]
-        parts.append(_mark_features([*images.tokens_of_text(_TEXT_BEFORE), *places, *after], images))
+        ids = [*images.tokens_of_text(_TEXT_BEFORE)]
+        for picture in pictures:
+            ids += [*images.tokens_of(picture), *after]
+        parts.append(_mark_features([*ids, *after], images))
         if pictures:
             inputs[number] = images.inputs(pictures)
     packed = _sequence(parts, inputs)
@@ -166,13 +177,14 @@ def make_trial(images: ImageTokens) -> tuple[dict[str, torch.Tensor], list[dict[
     return stack_packed_rows([packed_row(packed, images)], 0, images, needs_image=False), rows
 
 
-def _mark_features(ids: Sequences[int], images: ImageTokens) -> marks.Tokens:
-    """Give tokens of which those of images have their mark, and all others are targets."""
+def _mark_features(ids: Sequence[int], images: ImageTokens) -> marks.Tokens:
+    """Give tokens in which each place of an image has the mark of images, and all others are targets."""
     tokens = np.array(ids, dtype=np.int32)
     return np.where(np.isin(tokens, images.ids), ~(tokens | marks.IMAGE), tokens)
 
 
-def _sequence(parts: Sequences[marks.Tokens], inputs: Mapping[int, Inputs]) -> Sequence:
+def _sequence(parts: Sequence[marks.Tokens], inputs: Mapping[int, Inputs]) -> PackedSequence:
+    """Make a packed sequence of documents, whose images are given by the document's number."""
     lengths = [len(part) for part in parts]
     images = {piece: PieceImages(of_piece, digest=0) for piece, of_piece in inputs.items()}
-    return Sequence(parts, lengths, [], Place(), sum(lengths), len(parts), make_records(0), images=images)
+    return PackedSequence(parts, lengths, [], Place(), sum(lengths), len(parts), make_records(0), images=images)

@@ -1,18 +1,17 @@
-"""A packed sequence, the records of its pieces, and the tensors of a batch of sequences.
+"""A packed sequence, the records of its pieces, and the tensors of a batch of such sequences.
 
-documents   a a a |  b b b b b | c c
-input_ids   a a a b | b b b b | c c ...
-position    0 1 2 0 | 0 1 2 3 | 0 1          restarts: models of transformers then mask across documents
-labels      . a a . | . b b b | . c          . is ignored: nothing before it is of its document and its sequence
+    documents   a a a |  b b b b b | c c
+    input_ids   a a a b | b b b b | c c ...
+    position    0 1 2 0 | 0 1 2 3 | 0 1          restarts: models of transformers then mask across documents
+    labels      . a a . | . b b b | . c          . is ignored: no token before it is of its document and its sequence
 
-A negative token of a document is the complement of one that is context: `~id` becomes id, without a label. See
-`data/marks.py` for what else it may say: a preference is one piece, in which a second document begins.
+A negative token of a document is `~id` of a token that is context: it becomes id, without a label. Other marks of a
+negative token say that it stands for an image, or that a second document begins in the piece, as in a preference.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from collections.abc import Sequence as Sequences
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, chain
@@ -39,9 +38,9 @@ _TYPE_OF = attrgetter("dtype")
 INPUT_IDS, POSITION_IDS, LABELS = range(3)
 NAMES = ("input_ids", "position_ids", "labels")
 IMAGE_DIGESTS = "image_digests"
-"""Key in a batch that says which images documents have: a hash at their first token, 0 where there is none."""
+"""Key in a batch of hashes of each document's images, at its first token; 0 elsewhere. Shape [rows, tokens]."""
 ORIGINS = "origins"
-"""Key in a batch that says of which documents its rows are made: see `origins_of`."""
+"""Key in a batch of the documents that its rows are made of, as `origins_of` gives them."""
 
 
 def text_positions(positions: torch.Tensor) -> torch.Tensor:
@@ -50,32 +49,37 @@ def text_positions(positions: torch.Tensor) -> torch.Tensor:
 
 
 class Pieces(NamedTuple):
-    """What the rows of one sequence, or of several end to end, are made of; most fields are those of `Sequence`."""
+    """The pieces of one sequence, or of several end to end, from which the rows of a batch are made."""
 
     tokens: NDArray[np.integer]
-    """A copy, end to end; shape [tokens]."""
-    lengths: Sequences[int]
-    begins: Sequences[int] | Integers
-    """Where each of its pieces begins."""
-    blanks: Sequences[tuple[int, int]]
+    """A copy of all tokens, end to end; shape [tokens]."""
+    lengths: Sequence[int]
+    """Number of tokens of each piece, and of each filling."""
+    begins: Sequence[int] | Integers
+    """Place of each piece's first token among the tokens."""
+    blanks: Sequence[tuple[int, int]]
+    """Begin and end of each stretch of tokens without targets."""
 
     @classmethod
-    def of(cls, sequences: Sequences[Sequence]) -> Pieces:
-        """Join sequences, one or more."""
+    def of(cls, sequences: Sequence[PackedSequence]) -> Pieces:
+        """Join the pieces of sequences, one or more."""
         lengths = list(chain.from_iterable([one.lengths for one in sequences]))
-        blanks, first = [], 0
-        for one in sequences if any(one.blanks for one in sequences) else ():
-            blanks += [(first + start, first + stop) for start, stop in one.blanks]
-            first += sum(one.lengths)
+        blanks = []
+        # Most batches have none: the lengths need not be summed then.
+        if any(one.blanks for one in sequences):
+            first = 0
+            for one in sequences:
+                blanks += [(first + start, first + stop) for start, stop in one.blanks]
+                first += sum(one.lengths)
         tokens = join_tokens(list(chain.from_iterable([one.parts for one in sequences])))
         return cls(tokens, lengths, [0, *accumulate(lengths[:-1])], blanks)
 
 
 class PieceImages(NamedTuple):
-    """The images of a piece. If it holds two documents, as a preference does, both have them."""
+    """The images of a piece. If the piece holds two documents, as a preference does, both have these images."""
 
     inputs: Inputs
-    """Their tensors."""
+    """The tensors of the images by name, as a model's forward takes them."""
     digest: int
     """Hash of the images, in 8 signed bytes; 0: not told."""
 
@@ -84,31 +88,32 @@ class Problem(NamedTuple):
     """Why a document of a sequence teaches nothing: its row is bad, or an image of the row is damaged."""
 
     document: int
-    """Canonical number."""
+    """Canonical number of the document."""
     message: str
+    """What is wrong with the row, for people."""
 
 
-class Sequence(NamedTuple):
+class PackedSequence(NamedTuple):
     """A packed sequence. Its tokens are copied when it becomes part of a batch."""
 
-    parts: Sequences[NDArray[np.integer]]
-    """Tokens end to end; uint16, or int32 with complements. Pieces need not be parts."""
-    lengths: Sequences[int]
-    """Tokens of each of its pieces, and of what fills it up: positions restart at each."""
-    blanks: Sequences[tuple[int, int]]
-    """Begin and end of each stretch without targets: quarantined documents, and what fills up."""
+    parts: Sequence[NDArray[np.integer]]
+    """Arrays of its tokens, which stand end to end; uint16, or int32 with negative tokens. They need not be pieces."""
+    lengths: Sequence[int]
+    """Number of tokens of each piece, and of the filling at the end: positions restart at each."""
+    blanks: Sequence[tuple[int, int]]
+    """Begin and end of each stretch without targets: quarantined documents, and the filling."""
     next_place: Place
     """Place where the next sequence begins."""
     num_tokens: int
     """Number of tokens, without filling."""
     num_documents: int
-    """Documents that begin in it, or are passed over on the way."""
+    """Number of documents that begin in this sequence, or are passed over before or in it."""
     records: Records
-    """Records of pieces, and of documents passed over on the way; their sequence and pool are not set yet."""
+    """Records of its pieces and of documents passed over; their fields `sequence` and `pool` are not set yet."""
     problems: tuple[Problem, ...] = ()
-    """What is wrong with documents among them."""
+    """Problems of documents that are passed over."""
     images: Mapping[int, PieceImages] | None = None
-    """Its images, by the number of the piece that they stand in; None: it has none."""
+    """The images of each piece that has some, by the piece's number; None: no piece has."""
 
     @property
     def rows(self) -> NDArray[np.int32]:
@@ -118,51 +123,70 @@ class Sequence(NamedTuple):
 
 @dataclass(frozen=True)
 class Shape:
-    """What sequences look like."""
+    """The length of sequences, and the token that fills them up."""
 
     length: int
-    """Tokens in a sequence; of a document by itself: at the most."""
+    """Tokens in a sequence; where each document is a sequence of its own: the most tokens in one."""
     fill_id: int
-    """Token that fills up, and that stands for quarantined ones."""
+    """Token that fills up sequences, and that stands for the tokens of quarantined documents."""
 
 
 def without_tokens(
     length: int, shape: Shape, next_place: Place, records: Records | None = None, problems: tuple[Problem, ...] = ()
-) -> Sequence:
-    """Make a sequence that is all filling; `records` and `problems` are of documents passed over before it."""
+) -> PackedSequence:
+    """Make a sequence of `length` tokens that is all filling.
+
+    `records` and `problems` are of documents that are passed over before it; None: there are none.
+    """
     if records is None:
         records = make_records(0)
-    own = [filling(length, shape)], [length], [(0, length)]
-    return Sequence(*own, next_place, 0, count_new_documents(records), records, problems)
+    return PackedSequence(
+        parts=[filling(length, shape)],
+        lengths=[length],
+        blanks=[(0, length)],
+        next_place=next_place,
+        num_tokens=0,
+        num_documents=count_new_documents(records),
+        records=records,
+        problems=problems,
+    )
 
 
 def after_the_end(unit: str, found: str) -> CheckpointError:
-    """Build the error of a cursor that stands where there is no document, or no sequence of a window."""
+    """Build the error of a cursor that stands after the end of its `unit`, a document or a window.
+
+    `found` says where it stands and how long the unit is.
+    """
     what = f"the data cursor stands after the end of a {unit}: the data have changed, or it is damaged"
     hint = "the data of the checkpoint, or a new run.name"
     return CheckpointError(what, where="cursor.places", found=found, hint=hint)
 
 
 def filling(num_tokens: int, shape: Shape) -> NDArray[np.int32]:
-    """Tokens that fill up, or that stand for others."""
+    """Make tokens that fill up a sequence, or that stand for tokens of a quarantined document; shape [num_tokens]."""
     return np.full(num_tokens, shape.fill_id, dtype=np.int32)
 
 
 def make_rows(pieces: Pieces, dtype: DTypeLike) -> tuple[NDArray[np.integer], NDArray[np.integer], NDArray[np.integer]]:
-    """Make ids, positions and labels of tokens, int32 or int64.
+    """Make the ids, positions and labels of pieces.
+
+    Args:
+        pieces: the pieces of one or more sequences.
+        dtype: the type of the three arrays, int32 or int64.
 
     Returns:
-        input_ids, position_ids and labels of all, end to end; each of shape [tokens].
+        input_ids, position_ids and labels of all sequences, end to end; each of shape [tokens].
     """
     tokens, lengths, begins = pieces.tokens, pieces.lengths, pieces.begins
     if tokens.dtype.kind == "i" and tokens.min() < 0:
         own_ids = marks.ids_of(tokens)
         ids, labels = own_ids.astype(dtype), marks.labels_of(tokens, own_ids).astype(dtype)
-        lengths, begins = _split(lengths, begins, marks.begin(tokens))
+        lengths, begins = _split_at(lengths, begins, marks.begin(tokens))
     else:
         ids = tokens.astype(dtype)
         labels = ids.copy()
     places = _places(max(lengths).bit_length(), np.dtype(dtype))
+    # Positions of all documents, joined as bytes: a call of numpy for each would take several times as long.
     positions = np.frombuffer(bytearray().join([places[:length] for length in lengths]), dtype)
     labels[begins] = IGNORED
     for start, stop in pieces.blanks:
@@ -172,64 +196,73 @@ def make_rows(pieces: Pieces, dtype: DTypeLike) -> tuple[NDArray[np.integer], ND
 
 @lru_cache(maxsize=2)
 def _places(num_bits: int, dtype: np.dtype[np.generic]) -> memoryview:
-    """Numbers from 0 on, of so many bits: making them would be a tenth of a batch."""
+    """Give all numbers of so many bits from 0 on; kept, as making them would be a tenth of the time of a batch."""
     return np.arange(1 << num_bits, dtype=dtype).data
 
 
-def join_tokens(parts: Sequences[NDArray[np.integer]]) -> NDArray[np.integer]:
-    """Put tokens end to end: a copy."""
+def join_tokens(parts: Sequence[NDArray[np.integer]]) -> NDArray[np.integer]:
+    """Put arrays of tokens end to end in a new array."""
     if len(set(map(_TYPE_OF, parts))) > 1:
         return np.concatenate(parts)
-    # The same, in half the time for the few hundred tokens that a part has.
+    # Arrays of one type are joined as bytes: half the time of numpy for the few hundred tokens that a part has.
     joined = bytearray().join(parts)  # type: ignore[arg-type]  # arrays are buffers; Python 3.11 has no type for that
     return np.frombuffer(joined, parts[0].dtype)
 
 
 def stack(pieces: Pieces, shape: Shape) -> dict[str, torch.Tensor]:
-    """Stack sequences of one length, int64; see `collate`."""
+    """Stack pieces of sequences of one length: input_ids, position_ids and labels, [sequences, length], int64."""
     rows = make_rows(pieces, np.int64)
     return {name: torch.from_numpy(row.reshape(-1, shape.length)) for name, row in zip(NAMES, rows, strict=True)}
 
 
-def collate(sequences: list[Sequence], packing: Packing, shape: Shape) -> dict[str, torch.Tensor]:
-    """Stack sequences, int64.
+def collate(sequences: list[PackedSequence], packing: Packing, shape: Shape) -> dict[str, torch.Tensor]:
+    """Stack sequences to the tensors of a batch, int64.
 
     Returns:
-        input_ids, labels and position_ids of shape [sequences, length]; under `none` attention_mask in place of
-        position_ids, all filled up to the longest.
+        input_ids, labels and position_ids of shape [sequences, length]. Under the packing `none`, attention_mask in
+        place of position_ids, and all rows are filled up to the longest.
     """
     if packing is not Packing.none:
         return stack(Pieces.of(sequences), shape)
-    rows = [make_rows(Pieces.of([one]), np.int64) for one in sequences]
-    ids, _, labels = zip(*(map(torch.from_numpy, own) for own in rows), strict=True)
-    masks = map(torch.ones_like, ids)
-    return _fill_up({"input_ids": ids, "attention_mask": list(masks), "labels": labels}, shape.fill_id)
+    rows: dict[str, list[torch.Tensor]] = {"input_ids": [], "attention_mask": [], "labels": []}
+    for sequence in sequences:
+        ids, _, labels = make_rows(Pieces.of([sequence]), np.int64)
+        rows["input_ids"].append(torch.from_numpy(ids))
+        rows["attention_mask"].append(torch.ones(len(ids), dtype=torch.int64))
+        rows["labels"].append(torch.from_numpy(labels))
+    return _fill_up(rows, shape.fill_id)
 
 
-def _fill_up(rows: Mapping[str, Sequences[torch.Tensor]], fill_id: int) -> dict[str, torch.Tensor]:
-    """Stack rows of tokens by their names, filled up to the longest."""
+def _fill_up(rows: Mapping[str, Sequence[torch.Tensor]], fill_id: int) -> dict[str, torch.Tensor]:
+    """Stack the rows of each kind of tensor, filled up to the longest row."""
     fill = {"input_ids": fill_id, "labels": IGNORED}
     return {
-        name: pad_sequence(list(own), batch_first=True, padding_value=fill.get(name, 0)) for name, own in rows.items()
+        name: pad_sequence(list(values), batch_first=True, padding_value=fill.get(name, 0))
+        for name, values in rows.items()
     }
 
 
-def origins_of(sequences: Sequences[Sequence]) -> torch.Tensor:
-    """Say of which documents sequences are made, in their order; shape [sequences, most pieces, 4], int64.
+_ORIGIN = ("document", "epoch", "first_token", "num_tokens")
+"""Fields of a record that `origins_of` gives."""
 
-    The number of a document, its epoch, the place of the piece's first token in the document, and the piece's tokens: 0
-    where a sequence has fewer pieces.
+
+def origins_of(sequences: Sequence[PackedSequence]) -> torch.Tensor:
+    """Give the documents that sequences are made of, piece by piece; shape [sequences, most pieces, 4], int64.
+
+    The four numbers of a piece are its document, the epoch, the place of its first token in the document, and its
+    number of tokens; all are 0 where a sequence has fewer pieces.
     """
-    made = [one.records[one.records["num_tokens"] > 0] for one in sequences]
-    pieces = torch.zeros(len(made), max(1, *map(len, made)), 4, dtype=torch.long)
-    for row, records in enumerate(made):
-        columns = [records[name].astype(np.int64) for name in ("document", "epoch", "first_token", "num_tokens")]
-        pieces[row, : len(records)] = torch.from_numpy(np.stack(columns, 1))
-    return pieces
+    records_of_pieces = [one.records[one.records["num_tokens"] > 0] for one in sequences]
+    most_pieces = max(1, *map(len, records_of_pieces))
+    origins = torch.zeros(len(sequences), most_pieces, len(_ORIGIN), dtype=torch.long)
+    for row, records in enumerate(records_of_pieces):
+        columns = [records[name].astype(np.int64) for name in _ORIGIN]
+        origins[row, : len(records)] = torch.from_numpy(np.stack(columns, 1))
+    return origins
 
 
 def stack_rows(
-    rows: Sequences[Mapping[str, torch.Tensor]],
+    rows: Sequence[Mapping[str, torch.Tensor]],
     fill_id: int,
     images: ImageTokens,
     *,
@@ -239,16 +272,16 @@ def stack_rows(
     """Stack rows of one document each, with the tensors of their images.
 
     Args:
-        rows: of `image_row`.
-        fill_id: token that fills up.
-        images: of the run.
-        needs_image: whether a batch without an image gets a small one, after the tokens of its first row, which
-            nothing is learned from: ranks that share the weights of its tower call it together.
-        tells_rows: as of `stack_images`.
+        rows: tensors of each row, made by `image_row`.
+        fill_id: token that fills up shorter rows.
+        images: what images of the run become.
+        needs_image: whether a batch without an image gets a small one after the tokens of its first row, from which
+            nothing is learned: ranks that share the weights of an image tower must call it together.
+        tells_rows: whether the batch says how much of each image tensor is of which row.
 
     Returns:
-        input_ids, attention_mask and labels of shape [rows, tokens of the longest], and what the forward takes of
-        images: their first axis is of images, patches or rows with images.
+        input_ids, attention_mask and labels of shape [rows, tokens of the longest row]; and the tensors of images that
+        a forward takes, whose first axis is of images, patches or rows with images.
     """
     texts = [{name: values for name, values in row.items() if name in images.text_names} for row in rows]
     inputs = [{name: values for name, values in row.items() if name not in images.text_names} for row in rows]
@@ -261,20 +294,23 @@ def stack_rows(
     return tokens | stack_images(inputs, tells_rows=tells_rows)
 
 
-def image_row(sequence: Sequence, images: ImageTokens) -> dict[str, torch.Tensor]:
+def image_row(sequence: PackedSequence, images: ImageTokens) -> dict[str, torch.Tensor]:
     """Give the tensors of a sequence that is one document, each of shape [tokens], and those of its images."""
     pieces = Pieces.of([sequence])
     ids, _, labels = make_rows(pieces, np.int64)
     row = images.row(ids, marks.are_images(pieces.tokens), labels)
-    inputs = next(iter(sequence.images.values())).inputs if sequence.images else {}
+    inputs: Inputs = {}
+    if sequence.images:
+        of_document = next(iter(sequence.images.values()))
+        inputs = of_document.inputs
     return row | {name: torch.from_numpy(values) for name, values in inputs.items()}
 
 
-def _split(
-    lengths: Sequences[int], begins: Sequences[int] | Integers, more: NDArray[np.intp]
-) -> tuple[Sequences[int], Sequences[int] | Integers]:
-    """Give lengths and begins of documents: those of pieces, of which some hold two; `more` are the second ones."""
-    if not len(more):
+def _split_at(
+    lengths: Sequence[int], begins: Sequence[int] | Integers, second_begins: NDArray[np.intp]
+) -> tuple[Sequence[int], Sequence[int] | Integers]:
+    """Give the lengths and begins of documents from those of pieces, some of which hold a second document."""
+    if not len(second_begins):
         return lengths, begins
-    edges = np.union1d([*begins, sum(lengths)], more)
+    edges = np.union1d([*begins, sum(lengths)], second_begins)
     return np.diff(edges).tolist(), edges[:-1]

@@ -26,19 +26,27 @@ logger = logging.getLogger(__name__)
 
 
 class Fetchable(Protocol):
-    """What the cache asks of a remote file."""
+    """A remote file that the cache can fetch."""
 
     url: str
+    """Address for messages, without secrets."""
     size_bytes: int
+    """Size of the whole file."""
     key: str
-    """Tells address and version apart; a file name."""
+    """Name of the copy in the cache: another one for each address and version."""
 
     def fetch_into(self, file: BinaryIO) -> None:
         """Write the whole content from the start of `file` on."""
 
 
 class FileCache:
-    """A folder of copies on a disk of this machine, of at most `max_bytes` unless more are read at once."""
+    """A folder of copies of remote files on a disk of this machine.
+
+    Args:
+        folder: the folder.
+        max_bytes: the most bytes of all copies, unless the files that are read at once take more.
+        network: the connections to stores, which the files use; None: new ones.
+    """
 
     def __init__(self, folder: Path, max_bytes: int, network: Network | None = None) -> None:
         self.folder = folder
@@ -48,10 +56,10 @@ class FileCache:
 
     @contextlib.contextmanager
     def fetch(self, remote: Fetchable) -> Iterator[Path]:
-        """Give a whole copy, fetched where it is not here yet, that stays at least as long as the context.
+        """Give the path of a whole copy, fetched if it is not here, that stays at least as long as the context.
 
-        DataError: it cannot be fetched, or has changed. ResourceError: it is larger than the cache, or the disk is
-        full.
+        DataError: the file cannot be fetched, or has changed. ResourceError: the file is larger than the cache, or the
+        disk is full.
         """
         if remote.size_bytes > self._max_bytes:
             raise ResourceError(
@@ -62,10 +70,14 @@ class FileCache:
             )
         self._files.mkdir(parents=True, exist_ok=True)
         path = self._files / remote.key
-        while (descriptor := self._pin(path, remote)) is None and (descriptor := self._download(path, remote)) is None:
-            pass
+        descriptor = None
+        # Another process may evict the copy before it is pinned, or give up its own fetch: then all begins anew.
+        while descriptor is None:
+            descriptor = self._pin(path, remote)
+            if descriptor is None:
+                descriptor = self._download(path, remote)
         try:
-            # When it was used last, for the eviction. Not the system's own stamp, which may lag by milliseconds.
+            # The time of the last use, for the eviction. Not the system's own stamp, which may lag by milliseconds.
             # Another user's copy keeps its time.
             with contextlib.suppress(PermissionError):
                 os.utime(descriptor, ns=(time.time_ns(), time.time_ns()))
@@ -74,6 +86,7 @@ class FileCache:
             os.close(descriptor)
 
     def _pin(self, path: Path, remote: Fetchable) -> int | None:
+        """Open the copy and lock it against eviction; None: there is no copy, or a damaged one, which is removed."""
         descriptor = _lock(path, fcntl.LOCK_SH, os.O_RDONLY)
         if descriptor is None:
             return None
@@ -85,16 +98,17 @@ class FileCache:
         return descriptor
 
     def _download(self, path: Path, remote: Fetchable) -> int | None:
-        """Fetch into a new file, and give it pinned; None once another process has fetched it, or has given up."""
+        """Fetch into a new file, and give it open and pinned; None: another process has fetched it, or has given up."""
         part = path.with_name(f"{path.name}.part")
         descriptor = _lock(part, fcntl.LOCK_EX | fcntl.LOCK_NB, os.O_RDWR | os.O_CREAT)
         if descriptor is None:
+            # Another process fetches it: this lock comes when that one has ended.
             other = _lock(part, fcntl.LOCK_SH, os.O_RDONLY)
             if other is not None:
                 os.close(other)
             return None
         if path.exists():
-            # It came between the look for it and this lock.
+            # Another process has completed it after `_pin` had looked, and before this lock.
             part.unlink()
             os.close(descriptor)
             return None
@@ -120,7 +134,7 @@ class FileCache:
         return descriptor
 
     def _make_room(self, descriptor: int, remote: Fetchable) -> None:
-        """Evict until `remote` fits, and let its file count with its whole size from now on.
+        """Evict copies until `remote` fits, and let its new file count with its whole size from now on.
 
         ResourceError: the disk has too little space.
         """
@@ -132,8 +146,13 @@ class FileCache:
                     files.append((entry.stat(), Path(entry)))
             total_bytes = remote.size_bytes + sum(status.st_size for status, _ in files)
             # Parts that nobody is fetching go first, whether there is room or not.
-            for status, path in sorted(files, key=lambda file: (file[1].suffix != ".part", file[0].st_mtime_ns)):
-                if (path.suffix == ".part" or total_bytes > self._max_bytes) and _remove_unless_locked(path):
+            parts = [file for file in files if file[1].suffix == ".part"]
+            copies = [file for file in files if file[1].suffix != ".part"]
+            for status, path in parts:
+                if _remove_unless_locked(path):
+                    total_bytes -= status.st_size
+            for status, path in sorted(copies, key=lambda file: file[0].st_mtime_ns):
+                if total_bytes > self._max_bytes and _remove_unless_locked(path):
                     total_bytes -= status.st_size
             if total_bytes > self._max_bytes:
                 logger.warning(
@@ -156,7 +175,10 @@ class FileCache:
 
 
 def _lock(path: Path, operation: int, flags: int) -> int | None:
-    """Open and lock; None where the file is not there, was removed or renamed meanwhile, or LOCK_NB finds it locked."""
+    """Open a file and lock it, and give its descriptor.
+
+    None: the file is not there, was removed or renamed meanwhile, or is locked and LOCK_NB asks not to wait.
+    """
     try:
         descriptor = os.open(path, flags, 0o644)
     except FileNotFoundError:
@@ -175,6 +197,7 @@ def _lock(path: Path, operation: int, flags: int) -> int | None:
 
 
 def _is_there(descriptor: int, path: Path) -> bool:
+    """Whether an open file still has this path."""
     try:
         return os.path.samestat(os.fstat(descriptor), path.stat())
     except FileNotFoundError:
@@ -182,6 +205,7 @@ def _is_there(descriptor: int, path: Path) -> bool:
 
 
 def _remove_unless_locked(path: Path) -> bool:
+    """Remove a file that nobody fetches or reads; whether it was removed."""
     descriptor = _lock(path, fcntl.LOCK_EX | fcntl.LOCK_NB, os.O_RDONLY)
     if descriptor is None:
         return False

@@ -1,4 +1,4 @@
-"""What a file holds, as hashes: of its ends for its identity, and of each part, to tell where it was edited."""
+"""Hashes of data files: of both ends, as the identity of a file, and of each part, to tell where a file was edited."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from hfdist.data.threads import thread_map
 
 
 def identify_all(files: Sequence[DataFile], column: str) -> list[str]:
-    """Identify files, several at once: see `identify`."""
+    """Give the identity of each file, several at once, as `identify` does."""
     least_chunk = _QUICK_CHUNK if all(isinstance(file, LocalFile) for file in files) else 1
     return list(thread_map(lambda file: identify(file, column), files, least_chunk=least_chunk))
 
 
 def identify(file: DataFile, column: str) -> str:
-    """Hash a file's size, its first and last 64 KiB, and the name of the column that is read from it.
+    """Give a hash of a file's size, of its first and last 64 KiB, and of the name of the column that is read from it.
 
-    The identity is the same for a copy on another machine: times are not part of it. What lies between the ends is for
-    `read_contents`. That of a remote file is kept under its address and version, so that the next run asks nothing.
-    DataError where it cannot be read.
+    A copy on another machine has the same identity: times are not part of it, and the parts between the ends have
+    hashes of their own. The identity of a remote file is kept under its address and version, so that the next run asks
+    nothing. DataError: the file cannot be read.
     """
     if not isinstance(file, RemoteFile):
         return _digest(file, file.open, column)
@@ -56,25 +56,26 @@ def _digest(file: DataFile, open_file: Callable[[], BinaryIO], column: str) -> s
 
 
 Contents = NDArray[np.uint64]
-"""XXH3 of each part, in order; the same on every machine. Shape [parts]."""
+"""XXH3 hash of each part of a file, in order; the same on every machine. Shape [parts]."""
 
 MOST_BYTES = 64 << 30
-"""Largest size of all files of a source that a start reads: a minute of a disk that gives 1 GB/s."""
+"""The most bytes of a source's files together that a start reads: a minute of a disk that gives 1 GB/s."""
 _LEAST_PART_BYTES, _LEAST_PART_ROWS, _MOST_PARTS = 1 << 12, 1 << 4, 1 << 10
 _READ_BYTES = 1 << 22
+"""Bytes that are read and hashed at a time."""
 _QUICK_CHUNK = 32
-"""Files that a thread reads at a time: ends of local ones, small ones, and those whose hashes are kept."""
+"""Files that a thread takes at a time, where each one is quick: two ends, a small file, or hashes that are kept."""
 _RECENT_NS = 2 * 10**9
 """A file that was changed so lately could be changed once more without another time of change."""
 
 
 def part_bytes(size_bytes: int) -> int:
-    """Give the size of each part but the last: a power of two, 4 KiB at least, so that a file has 1024 at the most."""
+    """Give the bytes of each part of a file but the last: a power of two, 4 KiB or more, for at most 1024 parts."""
     return _part_size(size_bytes, _LEAST_PART_BYTES)
 
 
 def part_rows(num_rows: int) -> int:
-    """Give the number of rows of each part but the last of a table: as `part_bytes`, but 16 at least."""
+    """Give the rows of each part of a table but the last: a power of two, 16 or more, for at most 1024 parts."""
     return _part_size(num_rows, _LEAST_PART_ROWS)
 
 
@@ -83,20 +84,27 @@ def _part_size(size: int, least: int) -> int:
 
 
 def digests_of(contents: Contents | None) -> list[str]:
-    """Give a list of one hash of all parts; an empty one where they are not known."""
+    """Give a list of one hash over the hashes of all parts; an empty list: they are not known."""
     return [] if contents is None else [xxhash.xxh3_128(contents.astype("<u8").tobytes()).hexdigest()]
 
 
 def is_in_identity(file: DataFile) -> bool:
-    """Whether the identity of a file is of all that it holds."""
+    """Whether the two ends, of which the identity is made, are the whole file."""
     return file.size_bytes <= 2 * SAMPLE_BYTES
 
 
 def read_contents(files: Sequence[DataFile], folder: Path) -> None:
-    """Set `contents` of files, several at once; not of remote ones whose identity is of all that they hold.
+    """Hash the parts of files, several at once, and set their `contents`.
 
-    The files are local, or fetched whole at a start anyway. What was found of a large one is kept on this machine under
-    its `key`, so that a second start reads nothing. DataError where one cannot be read, or has changed.
+    Remote files whose identity covers all of them are left out. The others are fetched whole at a start anyway. Hashes
+    of a large file are kept on this machine under its `key`, so that a second start reads nothing.
+
+    Args:
+        files: the files.
+        folder: the folder under which hashes are kept.
+
+    Raises:
+        DataError: a file cannot be read, or has changed.
     """
 
     def read(file: DataFile) -> Contents:
@@ -115,19 +123,24 @@ def read_contents(files: Sequence[DataFile], folder: Path) -> None:
 
 
 def cached_contents(key: str, folder: Path, make: Callable[[], Contents], *, changed_ns: int) -> Contents:
-    """Load hashes that are kept under `key`, or make them; those of a file that was changed just now are not kept."""
+    """Load the hashes that are kept under `key`, or make and keep them.
+
+    Hashes of a file that was changed just now, at `changed_ns` of the clock, are not kept.
+    """
     is_old = time.time_ns() - changed_ns > _RECENT_NS
     return cached_array(_kept(key, folder), make, keep=is_old)
 
 
 def _kept(key: str, folder: Path) -> Path:
+    """Give the path of kept hashes."""
     return folder / "contents" / f"{key}.npy"
 
 
 def _hash_parts(file: DataFile) -> Contents:
+    """Read a file, and hash each of its parts."""
     size = part_bytes(file.size_bytes)
     hashes = []
-    # Outside: an error of the cache, into which a remote file is fetched, is none of the file.
+    # Outside of `try`: an OSError of the cache, into which a remote file is fetched, is no error of the file.
     with file.local() as path:
         try:
             with path.open("rb") as opened:

@@ -1,4 +1,4 @@
-"""Questions to remote stores through fsspec: one file system per process and scheme; failed ones are asked again."""
+"""Questions to remote stores through fsspec, asked again when they fail; one file system per process and scheme."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ _CREDENTIALS = {
 }
 _CONNECT_SECONDS, _SILENCE_SECONDS = 10, 30
 _VERSIONS = ("ETag", "etag", "blob_id", "generation", "Content-MD5", "Last-Modified")
-"""What stores call that which changes with the content; the first one that a store tells is the version."""
+"""Names that stores give to a text which changes with the content; the first one that a store tells is the version."""
 
 
 class RangeError(Exception):
@@ -36,17 +36,20 @@ class RangeError(Exception):
 
 
 class Details(NamedTuple):
-    """What a store tells about a file without reading it."""
+    """The facts that a store tells about a file without reading it."""
 
     size_bytes: int
     version: str
+    """Text that changes with the content."""
 
 
 class Failure(NamedTuple):
-    """What a message says once no attempt helps, before the reason."""
+    """The words of the error when no attempt has helped."""
 
     what: str
+    """What was wrong; the reason follows it."""
     hint: str
+    """What the user can do."""
 
 
 READING = Failure(
@@ -56,19 +59,26 @@ READING = Failure(
 
 @dataclass(frozen=True)
 class Retries:
-    """How often, and for how long in all, an answer is asked for again."""
+    """Limits within which a failed request is repeated."""
 
     attempts: int = 6
+    """The most attempts, the first one included."""
     first_wait_seconds: float = 1.0
-    """Doubles each time, give or take a half."""
+    """Wait before the second attempt; each later wait is twice as long, give or take a half."""
     total_seconds: float = 60.0
-    """No attempt starts later than this after the first."""
+    """No attempt starts later than so many seconds after the first."""
 
     def run(self, action: Callable[[], T], address: str, failure: Failure = READING) -> T:
-        """Call `action` until it gives a result, or raises an HfdistError or a RangeError.
+        """Call `action` until it gives a result, which is returned.
 
-        DataError, as `failure` says: no answer after the last attempt, or one that trying again does not change (403,
-        404). OSError: a full disk.
+        Args:
+            action: makes the request. Its HfdistError or RangeError is raised at once.
+            address: address of the file, for messages.
+            failure: the words of the error when no attempt has helped.
+
+        Raises:
+            DataError: no answer after the last attempt, or one that trying again does not change (403, 404).
+            OSError: the disk is full.
         """
         started, attempt = time.monotonic(), 0
         while True:
@@ -93,13 +103,16 @@ class Retries:
 
 @dataclass(frozen=True)
 class Network:
-    """Opens file systems; forked processes may share it."""
+    """The file systems of remote stores, each opened when it is first asked; forked processes may share this."""
 
     retries: Retries = field(default_factory=Retries)
     _opened: dict[tuple[int, str], AbstractFileSystem] = field(default_factory=dict, repr=False, compare=False)
 
     def ask(self, address: str, question: Callable[[AbstractFileSystem], T], failure: Failure = READING) -> T:
-        """Put a question to the file system that `address` names, with retries and without its cache of listings."""
+        """Give the answer of the file system that `address` names to a question, with retries.
+
+        The file system's cache of listings is emptied first. DataError, in the words of `failure`: there is no answer.
+        """
 
         def ask_once() -> T:
             store = self._store(address)
@@ -109,13 +122,13 @@ class Network:
         return self.retries.run(ask_once, address, failure)
 
     def details(self, address: str) -> Details:
-        """Ask for size and version; DataError where there is no answer, or one without a size."""
+        """Ask for the size and version of a file; DataError: there is no answer, or one without a size."""
         return details_in(self.ask(address, lambda store: store.info(address)), address)
 
     def read_range(self, address: str, start: int, stop: int, size_bytes: int) -> bytes:
-        """Read the bytes from `start` to before `stop`, in one request. One attempt: see `Retries`.
+        """Read the bytes from `start` to before `stop`, by one request without retries.
 
-        RangeError: the server gives whole files only; else whatever the library of the store raises.
+        RangeError: the server gives whole files only. Other errors are those of the store's library.
         """
         store = self._store(address)
         if scheme_of(address) in ("s3", "gs"):
@@ -130,21 +143,21 @@ class Network:
                 raise RangeError from error
 
     def read_whole(self, address: str, file: BinaryIO) -> None:
-        """Stream everything into `file`. One attempt: see `Retries`."""
+        """Stream the whole content into `file`, by one request without retries."""
         self._store(address).get_file(address, file)
 
     def _store(self, address: str) -> AbstractFileSystem:
         scheme = (scheme_of(address) or "file").replace("https", "http")
         place = (os.getpid(), scheme)
-        # Those of the parent process stay here unused. fsspec forgets its own at a fork, and would close them: that
-        # takes their sockets out of the epoll set, which both processes share, and the parent waits for ever.
+        # File systems of the parent process stay here unused. fsspec forgets its own at a fork, and would close them:
+        # that takes their sockets out of the epoll set, which both processes share, and the parent waits for ever.
         if place not in self._opened:
             self._opened.setdefault(place, _open(scheme))
         return self._opened[place]
 
 
 def details_in(info: Mapping[str, object], address: str) -> Details:
-    """Read size and version from what fsspec tells about a file; DataError where the store does not tell the size."""
+    """Read the size and version from fsspec's facts about a file; DataError: the store does not tell the size."""
     size = info.get("size")
     if not isinstance(size, int):
         raise DataError("the server does not tell the size of the file", where=redact(address))
@@ -167,7 +180,7 @@ def _open(scheme: str) -> AbstractFileSystem:
         settings = {"client_kwargs": {**client, "headers": {"Accept-Encoding": "identity"}}}
     store = get_filesystem_class(scheme)(skip_instance_cache=True, **settings)
     if scheme == "s3":
-        # `Retries` counts and bounds the attempts; these would multiply them.
+        # Attempts of the library itself would multiply those of `Retries`.
         store.retries = 1
     return store
 
@@ -179,7 +192,7 @@ def _status(error: BaseException) -> int | None:
         response: object = getattr(cause, "response", None)
         if isinstance(response, dict):
             response = response.get("ResponseMetadata", {}).get("HTTPStatusCode")
-        # Elsewhere than in gcsfs, such as in aiohttp, a code is not the server's.
+        # Only in errors of gcsfs is `code` the server's status.
         code = getattr(cause, "code", None) if type(cause).__name__ == "HttpError" else None
         for status in (response, getattr(response, "status_code", None), getattr(cause, "status", None), code):
             if isinstance(status, int) and status >= 400:

@@ -1,4 +1,4 @@
-"""The documents of a pool in a lane, epoch after epoch, from any place on."""
+"""The documents of one pool in the order of one lane, epoch after epoch, starting at any place."""
 
 from __future__ import annotations
 
@@ -15,15 +15,22 @@ from hfdist.data.order.shuffle import LaneOrder
 from hfdist.data.sources.document_batch import DocumentBatch
 from hfdist.errors import DataError
 
-# A lane without a document to train on gives up after so many epochs and documents: a short lane may have only held-out
-# ones, or a damaged file.
+# A barren document is one that is not trained on. A lane gives up after so many barren epochs and documents in a row:
+# a short lane may have only held-out documents, or one damaged file.
 _MOST_BARREN_EPOCHS, _MOST_BARREN_DOCUMENTS = 10, 1000
 _TIMES_AHEAD = 4
-"""Numbers of documents that are worked out at once, for each that is needed: a call costs as much as hundreds."""
+"""How many document numbers are worked out for each one that is needed: one call costs as much as hundreds of them."""
 
 
 class DocumentIterator:
-    """Iterates over the documents of a pool in a lane, epoch after epoch."""
+    """An iterator over the documents of a pool in a lane, epoch after epoch; it gives only their numbers.
+
+    Args:
+        pool: the documents, and how many epochs of them are read.
+        order: the order of the pool's documents in each lane.
+        lane: the number of the lane.
+        place: the place of the first document.
+    """
 
     def __init__(self, pool: Pool, order: LaneOrder, lane: int, place: Place) -> None:
         self._pool, self._order, self._lane = pool, order, lane
@@ -31,13 +38,22 @@ class DocumentIterator:
         """The place of the next document; only the first place can have an offset."""
         self._barren_epochs = self._barren_documents = 0
         self._numbers = np.empty(0, dtype=np.int64)
-        """Documents from the place on, of the same epoch."""
+        """Numbers of the documents from `place` on, all of one epoch; they may be fewer than the epoch has left."""
 
     def next_documents(self, most: int | None = None) -> NDArray[np.int64]:
-        """Give the canonical numbers of the next documents; they stay the next ones until `advance`.
+        """Give the canonical numbers of the next documents, all of one epoch; a second call gives the same ones.
 
-        At most `most`, from several blocks; None: the rest of a block, which is cheap to read together. No number: the
-        last epoch has ended. DataError: there is nothing to train on.
+        Only `advance` moves on.
+
+        Args:
+            most: the largest number of documents to give, perhaps from several blocks; None: the rest of the block,
+                whose documents are cheap to read together.
+
+        Returns:
+            The numbers, shape [documents]; none if the last epoch has ended.
+
+        Raises:
+            DataError: the lane has no document to train on.
         """
         limit = self._pool.epochs
         while not len(self._numbers) and (limit is None or self.place.epoch < limit):
@@ -50,7 +66,7 @@ class DocumentIterator:
         return self._numbers[:most]
 
     def _after(self, num_documents: int, most: int | None) -> NDArray[np.int64]:
-        """Give the documents of this epoch that come after so many next ones, a few times `most` if there are."""
+        """Give numbers of this epoch that come `num_documents` after the place: a few times `most`, if there are."""
         epoch, position = self.place.epoch, self.place.position + num_documents
         if position >= self._order.lane_length(epoch, self._lane):
             return self._numbers[:0]
@@ -58,10 +74,11 @@ class DocumentIterator:
         return self._order.rest_of_blocks(epoch, self._lane, position, least)
 
     def advance(self, num_documents: int, num_barren: int) -> None:
-        """Move past the next documents, of which `num_barren` come after the last one to train on."""
+        """Move past the next `num_documents`, of which the last `num_barren` are not trained on."""
         self._numbers = self._numbers[num_documents:]
         self.place = Place(self.place.epoch, self.place.position + num_documents)
         if num_barren < num_documents:
+            # This epoch has a document to train on: its end, which adds one, counts no barren epoch.
             self._barren_epochs, self._barren_documents = -1, 0
         self._barren_documents += num_barren
 

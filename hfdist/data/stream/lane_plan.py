@@ -1,4 +1,4 @@
-"""The plan of the lanes, made of `data.*`, and the digest of all that decides which token stands where."""
+"""The plan that all lanes share, made of the config `data.*`, and a digest of all that decides where a token stands."""
 
 from __future__ import annotations
 
@@ -27,22 +27,35 @@ class LanePlan:
     """What all lanes share: the order of each pool, the mixture of pools, and how sequences are packed."""
 
     pools: Sequence[Pool]
+    """The pools of documents, each with its own order."""
     orders: Sequence[LaneOrder]
-    """Order of each pool."""
+    """The order of each pool's documents."""
     mixture: Mixture
+    """What picks the pool of each sequence."""
     packing: Packing
+    """How documents become sequences; never `auto`."""
     too_long: TooLong
+    """What becomes of a document that is longer than a sequence."""
     shape: Shape
+    """The length of a sequence, and the token that fills it up."""
     seed: int
+    """The seed of all orders."""
 
     def is_finished(self, pool: int, lane: int, place: Place) -> bool:
-        """Whether a lane has come to the end of a pool: nothing is left of the last epoch that it may have."""
+        """Whether a lane has come to the end of a pool: nothing is left of the last epoch that it may have.
+
+        `pool` is the number of the pool, `place` the place where the lane's next sequence would begin in it.
+        """
         limit = self.pools[pool].epochs
-        return limit is not None and place[:2] >= (limit - 1, self.orders[pool].lane_length(limit - 1, lane))
+        if limit is None:
+            return False
+        last_epoch = limit - 1
+        end = (last_epoch, self.orders[pool].lane_length(last_epoch, lane))
+        return (place.epoch, place.position) >= end
 
     @property
     def has_even_turns(self) -> bool:
-        """Whether each sequence is the next one of one endless pool of tokens: see `open_turns`."""
+        """Whether there is one endless pool of token files under `concat`: then lanes take turns without a gap."""
         (first, *others) = self.pools
         return not others and first.epochs is None and first.holds_tokens and self.packing is Packing.concat
 
@@ -68,7 +81,7 @@ def make_plan(
             hint="TokenStream(..., global_batch_size=...)",
         )
     # A pool that is the only one has no weight.
-    weights = {name: source.weight or 1.0 for name, source in config.sources.items()}
+    weights = {name: 1.0 if source.weight is None else source.weight for name, source in config.sources.items()}
     phases = [(0, tuple(weights.get(pool.name, 1.0) for pool in corpus.pools))]
     for change in config.anneal:
         first_sample = change.step * (global_batch_size or 0)
@@ -94,16 +107,23 @@ def make_plan(
 
 
 def identity_of(corpus: Corpus, encoders: Encoders, config: DataConfig, global_batch_size: int | None) -> str:
-    """Hash all that decides which token stands where; the arguments are as of `make_plan`."""
+    """Give the digest of all that decides which token stands where.
+
+    Args:
+        corpus: the documents.
+        encoders: make tokens of the documents.
+        config: `data.*`; its packing is not `auto`.
+        global_batch_size: sequences in a step of all runs together; counts only with `data.anneal`.
+    """
     settings = [config.sequence_length, config.packing.value, config.seed, config.lanes]
     if config.too_long is not TooLong.split:
         settings.append(config.too_long.value)
     if config.packing is Packing.best_fit:
         settings.append(RULE)
     tokens = encoders.digest(examples=corpus.has_examples)
-    mixture = [
-        # Epochs do not count: with another number of them, each document stays where it is.
-        [[name, source.weight, None] for name, source in sorted(config.sources.items())],
-        [global_batch_size, [asdict(change) for change in config.anneal]] if config.anneal else [],
-    ]
-    return digest_of([_FORMAT, corpus.fingerprint, tokens, *settings, mixture])
+    # Epochs do not count, and None stands for them: with another number, each document stays where it is.
+    weights = [[name, source.weight, None] for name, source in sorted(config.sources.items())]
+    changes: list[object] = []
+    if config.anneal:
+        changes = [global_batch_size, [asdict(change) for change in config.anneal]]
+    return digest_of([_FORMAT, corpus.fingerprint, tokens, *settings, [weights, changes]])

@@ -1,7 +1,10 @@
-"""The records of all sequences of a run, on disk: one file a lane, so that each has one writer at a time.
+"""The ledger of a run: records of all its sequences on disk, in one file a lane, so that a file has one writer.
 
-They are written at each save, before the checkpoint that counts them, and at the end. When the run resumes, the files
-are truncated to what the checkpoint counts.
+    add      -> pending      records of sequences that the training has taken
+    count    -> counted      a save begins: these are in its checkpoint
+    write_counted -> disk    before that checkpoint is complete; a thread may do it while `add` goes on
+
+When the run resumes, the files are truncated to what the checkpoint counts.
 """
 
 from __future__ import annotations
@@ -9,7 +12,6 @@ from __future__ import annotations
 import bisect
 import json
 import logging
-import math
 import os
 import threading
 from collections.abc import Callable, Iterable, Mapping
@@ -26,7 +28,7 @@ from hfdist.data.packing.sequence import Problem
 logger = logging.getLogger(__name__)
 
 _MOST_WARNINGS = 20
-"""Bad rows of this process that are told."""
+"""The most bad rows that a process warns of."""
 
 
 def records_file(folder: Path, lane: int) -> Path:
@@ -40,23 +42,29 @@ def bad_rows_file(folder: Path, lane: int) -> Path:
 
 
 class Ledger:
-    """Collects records of some lanes, and writes them when asked; with bad rows under `data.on_bad_rows=quarantine`."""
+    """A collector of the records of some lanes, and of their bad rows under `data.on_bad_rows=quarantine`.
+
+    Args:
+        folder: the folder of the files; it is made at the first write.
+        corpus: the documents; the inventory of their files is written beside the records.
+        on_bad_rows: whether bad rows have files, too.
+    """
 
     def __init__(self, folder: Path, corpus: Corpus, on_bad_rows: BadRows) -> None:
         self.folder, self._corpus, self._on_bad_rows = folder, corpus, on_bad_rows
         self._records_files: dict[int, Path] = {}
-        """Files of records, by lane; kept, as making a path takes longer than adding to the file."""
+        """The file of records of each lane; kept, as making a path takes longer than adding to the file."""
         self._pending: dict[Path, list[bytes]] = {}
-        """What is to be written to each file."""
+        """Bytes that no save has counted yet, by the file to whose end they go."""
         self._counted: list[dict[Path, list[bytes]]] = []
-        """The same, for each save that has begun."""
+        """Bytes that a save has counted and that are not written yet, by file, for each save that has begun."""
         self.before_count: Callable[[], None] = lambda: None
-        """Adds what a stream has given and not added yet."""
+        """A function of the stream that adds the records which the stream has given and not added yet."""
         self._writing = threading.Lock()
         self._num_bad_rows = 0
 
     def add(self, lane: int, records: Records, problems: Iterable[Problem]) -> None:
-        """Add the records of one sequence, or without `problems` of several; warn of rows that teach nothing."""
+        """Add the records of one sequence, and warn of its `problems`; records of several must have no problems."""
         path = self._records_files.get(lane)
         if path is None:
             path = self._records_files[lane] = records_file(self.folder, lane)
@@ -80,18 +88,18 @@ class Ledger:
         return f"{json.dumps({'sequence': sequence, 'row': row, 'problem': problem.message})}\n".encode()
 
     def flush(self) -> None:
-        """Write and sync what was added."""
+        """Write all added records to the disk, and sync them."""
         self.count()
         self.write_counted()
 
     def count(self) -> None:
-        """Set apart what a checkpoint that begins now counts; `write_counted` must end before the checkpoint does."""
+        """Set apart the records that a save which begins now counts; `write_counted` must end before the save does."""
         self.before_count()
         self._counted.append(self._pending)
         self._pending = {}
 
     def write_counted(self) -> None:
-        """Write and sync what was set apart; a thread may call it while training continues."""
+        """Write and sync the records that `count` has set apart; a thread may call it while training continues."""
         with self._writing:
             self.folder.mkdir(parents=True, exist_ok=True)
             self._corpus.inventory.write(self.folder)
@@ -107,7 +115,7 @@ class Ledger:
                 sync(self.folder)
 
     def set_aside(self, lanes: Iterable[int], samples: int) -> None:
-        """Rename the files of lanes, since other data are read from here on, after `samples` sequences of the run."""
+        """Rename the files of lanes to `FILE.until-SAMPLES`: after so many sequences the run reads other data."""
         with self._writing:
             # What a training that has failed has added does not count: it goes back to here.
             self._pending, self._counted = {}, []
@@ -121,7 +129,7 @@ class Ledger:
                     path.rename(kept)
 
     def go_back(self, sequences: Mapping[int, int]) -> None:
-        """Truncate the files of lanes to the number of sequences that a checkpoint counts."""
+        """Truncate the files of lanes; `sequences` is the number of sequences of each lane that a checkpoint counts."""
         # A thread of a training that has failed may still be writing.
         with self._writing:
             self._pending, self._counted = {}, []
@@ -130,7 +138,8 @@ class Ledger:
                 path = records_file(self.folder, lane)
                 if path.is_file():
                     # searchsorted would read the whole column.
-                    kept = bisect.bisect_left(read_records(self.folder, lane), count, key=lambda own: own["sequence"])
+                    records = read_records(self.folder, lane)
+                    kept = bisect.bisect_left(records, count, key=lambda record: record["sequence"])
                     os.truncate(path, kept * RECORD.itemsize)
                 path = bad_rows_file(self.folder, lane)
                 if path.is_file():
@@ -138,7 +147,7 @@ class Ledger:
 
 
 def read_records(folder: Path, lane: int) -> Records:
-    """Map a lane's records, without an incomplete last one that a kill has left."""
+    """Map a lane's records from its file, without an incomplete last one that a kill has left; shape [pieces]."""
     path = records_file(folder, lane)
     if not path.is_file() or path.stat().st_size < RECORD.itemsize:
         return np.zeros(0, dtype=RECORD)
@@ -147,25 +156,29 @@ def read_records(folder: Path, lane: int) -> Records:
 
 
 def _num_bytes_before(path: Path, sequence: int) -> int:
-    """Where the lines of `sequence` and of later ones begin, or an incomplete line."""
+    """Count the bytes before the first line of `sequence` or a later one, or before an incomplete line."""
     num_bytes = 0
     with path.open("rb") as file:
         for line in file:
-            if _sequence_of(line) >= sequence:
+            found = _sequence_of(line)
+            if found is None or found >= sequence:
                 break
             num_bytes += len(line)
     return num_bytes
 
 
-def _sequence_of(line: bytes) -> float:
-    """The number in a line; infinity if the line is incomplete."""
+def _sequence_of(line: bytes) -> int | None:
+    """Read the number of the sequence in a line; None: the line is incomplete."""
+    if not line.endswith(b"\n"):
+        return None
     try:
-        return int(json.loads(line)["sequence"]) if line.endswith(b"\n") else math.inf
+        return int(json.loads(line)["sequence"])
     except (ValueError, TypeError, KeyError):
-        return math.inf
+        return None
 
 
 def _append(path: Path, content: bytes) -> None:
+    """Add bytes to the end of a file, and sync it; an OSError names the file."""
     try:
         with path.open("ab") as file:
             file.write(content)

@@ -1,10 +1,16 @@
-"""Loader processes: they read and tokenize sequences ahead of their rank, and send them in few arrays."""
+"""Loader processes, which read and tokenize sequences ahead of their rank, and send many of them as a few arrays.
+
+worker 0      a0 a1 a2 a3 | a4 ...       an item holds several sequences of one worker
+worker 1      b0 b1 b2 b3 | b4 ...
+the rank      a0 b0 a1 b1 a2 b2 ...      workers take turns, sequence by sequence
+"""
 
 from __future__ import annotations
 
 import gc
 import os
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from operator import attrgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -14,8 +20,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from hfdist.data.order.lane_state import Place
 from hfdist.data.order.records import Records, join
-from hfdist.data.packing.sequence import PieceImages, Pieces, Problem
-from hfdist.data.packing.sequence import Sequence as PackedSequence
+from hfdist.data.packing.sequence import PackedSequence, PieceImages, Pieces, Problem
 from hfdist.data.stream.bytes_ahead import BytesAhead
 from hfdist.data.stream.lane import LaneSequence
 from hfdist.data.stream.worker_deaths import WorkerRegistry
@@ -23,31 +28,49 @@ from hfdist.data.stream.worker_process import forward_to_rank, keep_arrays
 from hfdist.errors import HfdistError
 from hfdist.units import list_first
 
-# Sequences in an item of a worker, which costs as much as many sequences: few at first, so that the first batch comes
-# soon, then twice as many each time.
+# Sequences in the first item of a worker and in the largest. To send an item costs as much as many sequences. The first
+# one is small, so that the first batch comes soon, and each one has twice as many as the one before.
 _FIRST_ITEM, _LARGEST_ITEM = 8, 64
 
-_Images = Mapping[int, PieceImages] | None
-_Rest = tuple[Sequence[int], Sequence[tuple[int, int]], tuple[int, ...], int, int, tuple[Problem, ...], _Images]
-"""`lengths`, `blanks`, `next_place`, `num_tokens`, `num_documents`, `problems` and `images` of a sequence."""
+
+class _Rest(NamedTuple):
+    """All fields of a packed sequence but its tokens and its records, under the same names."""
+
+    lengths: Sequence[int]
+    blanks: Sequence[tuple[int, int]]
+    next_place: Place
+    num_tokens: int
+    num_documents: int
+    problems: tuple[Problem, ...]
+    images: Mapping[int, PieceImages] | None
 
 
 class _Bundle(NamedTuple):
-    """Sequences with their lanes and pools."""
+    """Sequences with their lanes and pools, in a form that is cheap to send: one array for all of a kind."""
 
     turns: list[tuple[int, int | None]]
     """Lane and pool of each sequence, as in `LaneSequence`."""
     tokens: NDArray[np.integer]
     """Tokens of all sequences, end to end, in their narrow type: the rank makes positions and labels of them."""
     records: Records
-    """Records of all, end to end."""
+    """Records of all sequences, end to end."""
     num_records: list[int]
+    """Number of records of each sequence."""
     rests: list[_Rest]
+    """The other fields of each sequence."""
 
 
-_Item = tuple[_Bundle | None, HfdistError | None]
-"""Sequences of a worker, and what it met after them."""
+class _Item(NamedTuple):
+    """What a worker sends at a time."""
+
+    bundle: _Bundle | None
+    """Sequences; None: there were none before the error."""
+    error: HfdistError | None
+    """The error that the worker met after these sequences; None: it met none."""
+
+
 _Open = Callable[[int, int], Iterator[LaneSequence]]
+"""Gives the sequences of a worker, by its number and the number of workers."""
 
 
 def read_ahead(
@@ -56,19 +79,19 @@ def read_ahead(
     """Give sequences that workers take turns to read.
 
     Args:
-        open_sequences: gives those of a worker, by its number and the number of workers, in its process.
-        lanes: lanes of each worker, for messages.
-        prefetch: sequences that each worker holds ready.
-        one_by_one: whether a sequence is sent once it is made, as each with images must be.
-        most_image_bytes: limit of `BytesAhead`; sequences without images have no bytes there, and nobody waits.
+        open_sequences: gives the sequences of a worker, by its number and the number of workers; runs in its process.
+        lanes: the lanes of each worker, which messages name.
+        prefetch: the number of sequences that each worker holds ready.
+        one_by_one: whether each sequence is sent as soon as it is made, which sequences with images need.
+        most_image_bytes: the most bytes of images that a worker holds ready; without images, no worker waits for it.
 
     Raises:
-        HfdistError: what a worker met, in its turn; a worker that has died.
+        HfdistError: an error that a worker met, raised at its turn; or a worker has died.
     """
     num_workers, rank = len(lanes), os.getpid()
     registry = WorkerRegistry(num_workers, lambda worker: f"which reads lanes {list_first(lanes[worker], 8)}")
 
-    def begin(worker: int) -> None:
+    def start_worker(worker: int) -> None:
         forward_to_rank(rank, each_second=lambda: registry.note(worker))
         # Inherited objects are no garbage: looking through them takes tenths of a second, and copies their memory.
         gc.freeze()
@@ -82,7 +105,7 @@ def read_ahead(
         num_workers=num_workers,
         prefetch_factor=-(-prefetch // most_in_item),
         collate_fn=keep_arrays,
-        worker_init_fn=begin,
+        worker_init_fn=start_worker,
         # A generator of its own, so that dropout's random state is not touched.
         generator=torch.Generator(),
         multiprocessing_context="fork",
@@ -100,6 +123,7 @@ def read_ahead(
                         yield packed
     finally:
         ahead.close()
+        # Ends the workers now: an error would hold them until garbage is collected.
         del items
 
 
@@ -121,12 +145,13 @@ class _Worker(IterableDataset[object]):
                     self._ahead.wait(info.id)
                     item.append(next(sequences))
                     self._ahead.add(item[-1].sequence)
-                yield _bundle(item), None
+                yield _Item(_bundle(item), error=None)
         except HfdistError as error:
-            yield _bundle(item) if item else None, error
+            yield _Item(_bundle(item) if item else None, error)
 
 
 def _item_sizes(most: int) -> Iterator[int]:
+    """Give the number of sequences in each item: twice as many each time, at most `most`."""
     size = min(_FIRST_ITEM, most)
     while True:
         yield size
@@ -134,37 +159,34 @@ def _item_sizes(most: int) -> Iterator[int]:
 
 
 def _unpack(item: _Item) -> Iterator[LaneSequence]:
-    """Give what a worker sent; raises its error where the worker met it."""
-    sent, error = item
-    if sent is not None:
-        yield from _unbundle(sent)
-    if error is not None:
-        raise error
+    """Give the sequences of an item, then raise its error, if it has one."""
+    if item.bundle is not None:
+        yield from _unbundle(item.bundle)
+    if item.error is not None:
+        raise item.error
 
 
 def _bundle(item: Sequence[LaneSequence]) -> _Bundle:
-    """Copy the tokens and the records of sequences, one or more."""
+    """Make a bundle of sequences, one or more; their tokens and records are copied."""
     sequences = [packed.sequence for packed in item]
     return _Bundle(
-        [(lane, pool) for lane, pool, _ in item],
-        Pieces.of(sequences).tokens,
-        join([one.records for one in sequences]),
-        [len(one.records) for one in sequences],
-        list(map(_rest, sequences)),
+        turns=[(packed.lane, packed.pool) for packed in item],
+        tokens=Pieces.of(sequences).tokens,
+        records=join([sequence.records for sequence in sequences]),
+        num_records=[len(sequence.records) for sequence in sequences],
+        rests=[_Rest._make(_GET_REST(sequence)) for sequence in sequences],
     )
 
 
-def _rest(one: PackedSequence) -> _Rest:
-    return one.lengths, one.blanks, tuple(one.next_place), one.num_tokens, one.num_documents, one.problems, one.images
+_GET_REST = attrgetter(*_Rest._fields)
 
 
-def _unbundle(given: _Bundle) -> Iterator[LaneSequence]:
-    """Give the sequences of a bundle."""
-    token, record = 0, 0
-    for (lane, pool), num_records, rest in zip(given.turns, given.num_records, given.rests, strict=True):
-        lengths, blanks, place, num_tokens, num_documents, problems, images = rest
-        stop, last = token + sum(lengths), record + num_records
-        parts, records = [given.tokens[token:stop]], given.records[record:last]
-        own = parts, lengths, blanks, Place._make(place), num_tokens, num_documents, records
-        yield LaneSequence(lane, pool, PackedSequence(*own, problems, images))
-        token, record = stop, last
+def _unbundle(bundle: _Bundle) -> Iterator[LaneSequence]:
+    """Give the sequences of a bundle, whose tokens and records are views of the bundle's."""
+    first_token, first_record = 0, 0
+    for (lane, pool), num_records, rest in zip(bundle.turns, bundle.num_records, bundle.rests, strict=True):
+        next_token, next_record = first_token + sum(rest.lengths), first_record + num_records
+        tokens = bundle.tokens[first_token:next_token]
+        records = bundle.records[first_record:next_record]
+        yield LaneSequence(lane, pool, PackedSequence(parts=[tokens], records=records, **rest._asdict()))
+        first_token, first_record = next_token, next_record

@@ -1,4 +1,4 @@
-"""The training stream: sequences and batches of this data rank's share, in the run's one order."""
+"""The training stream of a data rank: its share of the run's sequences, in the run's one order, and batches of them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from hfdist.data.packing.sequence import (
     NAMES,
     ORIGINS,
     POSITION_IDS,
-    Sequence,
+    PackedSequence,
     collate,
     image_row,
     origins_of,
@@ -38,25 +38,28 @@ from hfdist.data.tokenization.image_tokens import ImageTokens
 from hfdist.errors import ConfigError
 
 DOCUMENTS = "documents"
-"""Key in a batch whose rows are documents, with `data.keep_columns`: their numbers, -1 without one; shape [rows]."""
+"""Key in a batch, with `data.keep_columns`, of the canonical number of each row's document; -1: none; shape [rows]."""
 
 
 class TokenStream(StreamPosition, IterableDataset[dict[str, torch.Tensor]]):
-    """Sequences of one data rank: input_ids, position_ids and labels of shape [sequence_length], int64.
+    """The sequences of one data rank: input_ids, position_ids and labels of shape [sequence_length], int64.
 
-    Sequence s of data rank r is sequence s * data_size + r of the run. If several runs share the lanes, `deal` says who
-    reads which. If every source has a limit of epochs, it ends once all documents of this rank's lanes were given.
-    Under `data.packing=none` a sequence is one document, with attention_mask in place of position_ids. With images a
-    batch also has what a forward takes of these, and position_ids may be those of `stack_packed_rows`.
+        sequences of the run      0  1  2  3  4  5       with 2 data ranks
+        data rank 1                  0     1     2       sequence s of rank r is sequence s * data_size + r of the run
+
+    If several runs share the lanes, `deal` says which run reads which. If every source has a limit of epochs, the
+    stream ends once all documents of this rank's lanes were given. Under `data.packing=none` a sequence is one
+    document, with attention_mask in place of position_ids. With images a batch also has the tensors of the images that
+    a forward takes, and position_ids may be those of `stack_packed_rows`.
 
     Args:
         corpus: the documents.
         tokenizer: must have an end-of-text token.
         config: `data.*`.
-        data_rank: of this process.
-        data_size: number of data ranks; divides the lanes.
+        data_rank: the number of this process among the data ranks.
+        data_size: the number of data ranks; divides the lanes.
         global_batch_size: sequences in a step of all runs together, by which `data.anneal` counts.
-        run: number of this run, and how many share the lanes.
+        run: the number of this run, and how many runs share the lanes.
 
     Raises:
         ConfigError: token files that another tokenizer made, or `data.anneal` without `global_batch_size`.
@@ -74,7 +77,7 @@ class TokenStream(StreamPosition, IterableDataset[dict[str, torch.Tensor]]):
         run: tuple[int, int] = (0, 1),
     ) -> None:
         if config.packing is Packing.auto:
-            # Rows with images are asked before: see run/images.py.
+            # A run with images has chosen its packing already, by whether the model can take packed rows with images.
             config = replace(config, packing=Packing.best_fit)
         self.config, self._encoders = config, Encoders.of(tokenizer, config)
         check_token_sources(config.sources, self._encoders)
@@ -87,20 +90,20 @@ class TokenStream(StreamPosition, IterableDataset[dict[str, torch.Tensor]]):
             global_batch_size=global_batch_size,
         )
         self.images: ImageTokens | None = None
-        """What images of rows become, by `read_images`; None: rows have none."""
+        """What images of rows become, set by `read_images`; None: rows have no images."""
         self.needs_image = False
-        """Whether each batch must have an image: see `stack_rows`."""
+        """Whether a batch without an image gets a small one, from which nothing is learned."""
         self.tells_images_by_row = False
-        """Whether a batch says how many of its images each row has, by which it is cut: see `stack_images`."""
+        """Whether a batch says how much of each image tensor belongs to which row, so that it can be cut by rows."""
         self.decodes = True
-        """Whether sequences come with the tensors of their images; who counts needs none."""
+        """Whether sequences come with the tensors of their images; to count sequences, none are needed."""
         self.tells_images = False
-        """Whether a batch says which images its documents have: see `packed_row`."""
+        """Whether a batch says which images its documents have, by hashes under the key `IMAGE_DIGESTS`."""
         self.tells_origins = False
-        """Whether batches say of which documents they are made, for what is drawn by document and epoch."""
+        """Whether a batch says of which documents it is made, for values that are drawn by document and epoch."""
 
     def read_images(self, images: ImageTokens | None) -> TokenStream:
-        """Let rows have images, before anything is read; None: as it is. Give the stream."""
+        """Let rows have images, before anything is read; None changes nothing. Returns this stream."""
         if images is not None:
             self.images, self._encoders = images, self._encoders.with_images(images)
             self.identity = identity_of(self.corpus, self._encoders, self.config, self._global_batch_size)
@@ -132,9 +135,13 @@ class TokenStream(StreamPosition, IterableDataset[dict[str, torch.Tensor]]):
         return StreamLoader(self, size)
 
     def __iter__(self) -> Iterator[dict[str, torch.Tensor]]:
-        """Give one sequence after the other, read in this process; a worker of a torch DataLoader gives its share."""
-        info = get_worker_info()
-        worker, num_workers = (info.id, info.num_workers) if info is not None else (0, 1)
+        """Give one sequence after the other, read in this process; a worker of a torch DataLoader gives its share.
+
+        ConfigError: the workers of the DataLoader do not divide the lanes.
+        """
+        worker, num_workers = 0, 1
+        if (info := get_worker_info()) is not None:
+            worker, num_workers = info.id, info.num_workers
         if len(self.lanes) % num_workers != 0:
             raise ConfigError(
                 "the workers of the DataLoader do not divide the lanes of this data rank",
@@ -142,9 +149,10 @@ class TokenStream(StreamPosition, IterableDataset[dict[str, torch.Tensor]]):
                 found=f"{num_workers}, with {len(self.lanes)} lanes",
                 hint="stream.loader(batch_size=...), which reads ahead with data.workers processes",
             )
+        # Lanes in a row that gave no sequence. A worker of a DataLoader knows only its own lanes, so that `has_ended`,
+        # which looks at all of them, would stay false.
         num_ended = 0
         for packed in self.packed(worker, num_workers):
-            # A worker of a DataLoader knows only its own lanes, so that `has_ended` would stay false.
             num_ended = 0 if packed.pool is not None else num_ended + 1
             if num_ended == len(self.lanes) // num_workers:
                 return
@@ -156,17 +164,22 @@ class TokenStream(StreamPosition, IterableDataset[dict[str, torch.Tensor]]):
         """Give sequences worker, worker + num_workers, ... from here on; num_workers divides the lanes of this rank."""
         states = self._states_of_worker(worker, num_workers)
         lanes = open_lanes(self.plan, self._open_documents(), {lane: state.pools for lane, state in states.items()})
-        images = None if self.images is None or not self.decodes else ImageReader(self.corpus, self.images, self.config)
+        reader = None
+        if self.images is not None and self.decodes:
+            reader = ImageReader(self.corpus, self.images, self.config)
         for turn in itertools.count():
             for number, lane in lanes.items():
-                packed = lane.next((states[number].sequences + turn) * self.config.lanes + number)
-                yield packed if images is None else packed._replace(sequence=images.read(packed.sequence))
+                # The sample's number in the run: lanes take turns, and each has given so many sequences.
+                sample = (states[number].sequences + turn) * self.config.lanes + number
+                packed = lane.next(sample)
+                yield packed if reader is None else packed._replace(sequence=reader.read(packed.sequence))
 
     def _open_documents(self) -> Documents:
+        """Open the documents of this process, with the cache of their tokens."""
         return Documents(self.corpus, self._encoders, open_token_cache(self.config), self.config)
 
     def batches_in_turn(self, batch_size: int) -> Iterator[dict[str, torch.Tensor]]:
-        """Give batches from here on, where `plan.has_even_turns`; what `next_batch` makes of `packed`, and faster."""
+        """Give batches from here on, faster than `next_batch` and the same; only where `plan.has_even_turns`."""
         places = {lane: state.pools[0].place for lane, state in self._states_of_worker(0, 1).items()}
         if self.ledger is not None:
             self.ledger.before_count = self._catch_up
@@ -178,20 +191,22 @@ class TokenStream(StreamPosition, IterableDataset[dict[str, torch.Tensor]]):
                 yield stack(pieces, self.plan.shape)
 
     def next_batch(self, packed: list[LaneSequence]) -> dict[str, torch.Tensor]:
-        """Stack sequences to a batch, and advance the cursor and the ledger."""
-        for one in packed:
-            self._go_past(one)
+        """Stack sequences to a batch, and advance the cursor and the ledger past them."""
+        for lane_sequence in packed:
+            self._go_past(lane_sequence)
         self._count(len(packed))
-        sequences = [one.sequence for one in packed]
+        sequences = [lane_sequence.sequence for lane_sequence in packed]
         batch = self._collate(sequences)
         if self.config.keep_columns and self.plan.packing is Packing.none:
-            numbers = [next(iter(numbers_of(one.records)), -1) for one in sequences]
+            # A row is one document; a row of a lane that has ended is none.
+            numbers = [next(iter(numbers_of(sequence.records)), -1) for sequence in sequences]
             batch[DOCUMENTS] = torch.tensor(numbers)
         if self.tells_origins:
             batch[ORIGINS] = origins_of(sequences)
         return batch
 
-    def _collate(self, sequences: list[Sequence]) -> dict[str, torch.Tensor]:
+    def _collate(self, sequences: list[PackedSequence]) -> dict[str, torch.Tensor]:
+        """Make the tensors of a batch, by how the run packs and whether its rows have images."""
         if self.images is None:
             return collate(sequences, self.plan.packing, self.plan.shape)
         if self.plan.packing is Packing.none:
@@ -199,10 +214,16 @@ class TokenStream(StreamPosition, IterableDataset[dict[str, torch.Tensor]]):
         return self.stack_rows([packed_row(one, self.images, tells_images=self.tells_images) for one in sequences])
 
     def stack_rows(self, rows: list[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-        """Collate rows of a run with images, as of its held-out set."""
-        assert self.images is not None
-        stack_them = stack_packed_rows if NAMES[POSITION_IDS] in rows[0] else stack_rows
-        return stack_them(
+        """Stack rows of `image_row` or of `packed_row`, all of the same kind; also those of the held-out set.
+
+        ValueError: the stream has no images.
+        """
+        if self.images is None:
+            raise ValueError("stack_rows needs the images that read_images sets")
+        # Only rows of several documents have positions.
+        is_packed = NAMES[POSITION_IDS] in rows[0]
+        stack_images_and_rows = stack_packed_rows if is_packed else stack_rows
+        return stack_images_and_rows(
             rows,
             self.plan.shape.fill_id,
             self.images,
@@ -212,11 +233,15 @@ class TokenStream(StreamPosition, IterableDataset[dict[str, torch.Tensor]]):
 
 
 class StreamLoader:
-    """Iterate over batches of a stream: tensors of shape [batch_size, sequence_length], int64.
+    """An endless iterable over batches of a stream: tensors of shape [batch_size, sequence_length], int64.
 
-    Never ends, so that ranks whose lanes end earlier keep in step with the others: a sequence of a lane that has ended
-    has no targets. The data end when `stream.has_ended` on all ranks: a batch without targets may also be of lanes that
-    ended early, or of rows taken out.
+    It never ends, so that ranks whose lanes end earlier keep in step with the others: a sequence of a lane that has
+    ended has no targets. The data end when `stream.has_ended` is true on all ranks. A batch without targets does not
+    say so: its lanes may have ended early, or its rows may be taken out.
+
+    Args:
+        stream: the stream; its place moves on with each batch.
+        batch_size: sequences in a batch.
     """
 
     def __init__(self, stream: TokenStream, batch_size: int) -> None:
@@ -228,7 +253,7 @@ class StreamLoader:
         try:
             while True:
                 if self.dataset.num_deals != num_deals:
-                    # What was read ahead is of lanes that others read by now.
+                    # The sequences that were read ahead belong to lanes that other runs read by now.
                     batches.close()
                     batches, num_deals = self._batches(), self.dataset.num_deals
                 yield next(batches)
@@ -237,7 +262,7 @@ class StreamLoader:
             batches.close()
 
     def _batches(self) -> Generator[dict[str, torch.Tensor]]:
-        """Batches of the lanes that this data rank has now."""
+        """Give batches of the lanes that this data rank has now."""
         num_workers = workers_that_fit(self.dataset.config.workers, len(self.dataset.lanes))
         if num_workers == 0 and self.dataset.plan.has_even_turns and not self.dataset.tells_origins:
             yield from self.dataset.batches_in_turn(self._batch_size)
@@ -246,7 +271,7 @@ class StreamLoader:
                 yield self.dataset.next_batch([next(sequences) for _ in range(self._batch_size)])
 
     def _sequences(self, num_workers: int) -> Generator[LaneSequence]:
-        """All sequences of this data rank, in order."""
+        """Give all sequences of this data rank in order, read by so many workers; with 0, by this process."""
         stream, config = self.dataset, self.dataset.config
         if num_workers == 0:
             return stream.packed(0, 1)
@@ -260,6 +285,6 @@ class StreamLoader:
         )
 
 
-def workers_that_fit(workers: int, rank_lanes: int) -> int:
-    """Largest number of workers, at most `workers`, of which each can own whole lanes of a rank."""
-    return max((n for n in range(1, workers + 1) if rank_lanes % n == 0), default=0)
+def workers_that_fit(most_workers: int, rank_lanes: int) -> int:
+    """Give the largest number of workers, up to `most_workers`, that divides the lanes of a rank; 0 of 0."""
+    return max((n for n in range(1, most_workers + 1) if rank_lanes % n == 0), default=0)

@@ -1,6 +1,8 @@
-"""The message when a process that reads data for this one has died.
+"""The message when a process that reads data for this one has died: which one it was, and how much memory is left.
 
-torch's handler of SIGCHLD reports it: it raises a RuntimeError wherever the rank is at that moment.
+loader process    writes its id and its memory into shared memory, about once a second; dies
+this process      torch's handler of SIGCHLD raises a RuntimeError, wherever the main thread is at that moment
+                  `explain_deaths` makes a ResourceError of it, with what the process wrote last
 """
 
 from __future__ import annotations
@@ -27,16 +29,17 @@ class WorkerRegistry:
     """Process ids and memory of loader processes, in shared memory that outlives them. Make it before the fork.
 
     Args:
-        num_workers: processes.
+        num_workers: the number of loader processes.
         task: says what a worker is for, by its number.
-        key: that sets how many there are.
-        hint: what helps where one has died.
+        key: the config key that sets how many workers there are.
+        hint: what the user can do where one has died.
     """
 
     def __init__(
         self, num_workers: int, task: Callable[[int], str], *, key: str = "data.workers", hint: str = _HINT
     ) -> None:
         self.num_workers, self._task, self.key, self.hint = num_workers, task, key, hint
+        # Two int64 for each worker: its process id and its resident bytes. A map of no bytes is an error.
         self._notes = np.frombuffer(mmap.mmap(-1, 16 * max(num_workers, 1)), dtype=np.int64).reshape(-1, 2)
 
     def note(self, worker: int) -> None:
@@ -44,7 +47,7 @@ class WorkerRegistry:
         self._notes[worker] = os.getpid(), _resident_bytes()
 
     def describe(self, pid: int) -> str | None:
-        """Describe a process; None: it is none of these."""
+        """Describe the worker with this process id; None: no worker has noted it."""
         for worker, (noted_pid, num_bytes) in enumerate(self._notes.tolist()):
             if noted_pid == pid:
                 return f"worker {worker} of {self.num_workers}, {self._task(worker)}, {_mib(num_bytes)} when last seen"
@@ -52,10 +55,7 @@ class WorkerRegistry:
 
     @contextlib.contextmanager
     def explain_deaths(self) -> Iterator[None]:
-        """Explain the death of a worker here, and wherever the main thread is meanwhile.
-
-        ResourceError: one of the processes has died.
-        """
+        """Give a context in which the death of a worker is a ResourceError, here and wherever the main thread is."""
         _alive.add(self)
         before = signal.getsignal(signal.SIGCHLD)
         is_main = threading.current_thread() is threading.main_thread()
@@ -66,12 +66,13 @@ class WorkerRegistry:
             yield
 
 
-# The process has one list, as it has one handler: several loaders may be open, and end in any order.
+# The process has one set of registries, as it has one handler: several loaders may be open, and end in any order.
 _alive: weakref.WeakSet[WorkerRegistry] = weakref.WeakSet()
 
 
 @contextlib.contextmanager
 def _explained() -> Iterator[None]:
+    """Raise a ResourceError in place of torch's RuntimeError about a loader process that has died."""
     try:
         yield
     except RuntimeError as error:
@@ -85,17 +86,27 @@ def _explained() -> Iterator[None]:
 
 
 def _describe(error: RuntimeError) -> ResourceError:
-    pid = re.search(r"pid\S* (\d+)", str(error))
-    known = [(own, text) for own in list(_alive) if pid and (text := own.describe(int(pid[1]))) is not None]
-    # One that died before its first note is nobody's.
-    owner = [*(own for own, _ in known), *_alive, WorkerRegistry(0, str)][0]
+    owner, worker = _owner_of(str(error))
     what = str(error).splitlines()[0].rstrip(". ")
     return ResourceError(
         "a process that reads data has died, often because memory ran out",
-        where=": ".join([owner.key, *(text for _, text in known)]),
+        where=owner.key if worker is None else f"{owner.key}: {worker}",
         found=f"{what}; this process has {_mib(_resident_bytes())}; {system_memory()}",
         hint=owner.hint,
     )
+
+
+def _owner_of(message: str) -> tuple[WorkerRegistry, str | None]:
+    """Find the registry of the process that torch's message names, and the worker's description."""
+    registries = list(_alive)
+    pid = re.search(r"pid\S* (\d+)", message)
+    if pid is not None:
+        for registry in registries:
+            worker = registry.describe(int(pid[1]))
+            if worker is not None:
+                return registry, worker
+    # The process died before its first note. Most often one loader is open, and its key and hint are the right ones.
+    return (registries[0] if registries else WorkerRegistry(0, str)), None
 
 
 def system_memory() -> str:

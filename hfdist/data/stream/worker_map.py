@@ -1,4 +1,4 @@
-"""A function of numbers, run in forked processes that give its values in order."""
+"""The values of a function for the numbers 0, 1, 2, ..., worked out by forked processes and given in order."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ _Value = TypeVar("_Value")
 def map_in_workers(
     function: Callable[[int], _Value], count: int, registry: WorkerRegistry, *, ahead: int = 2
 ) -> Iterator[_Value]:
-    """Give `function` of 0 to `count` - 1, in order.
+    """Give the values `function(0)` to `function(count - 1)`, in order.
 
     Args:
-        function: may raise a HfdistError, which is raised here in its turn.
-        count: of values.
-        registry: of the processes; of none, this process runs the function.
-        ahead: values that each process has in hand or done ahead, at most.
+        function: runs in the processes; may raise an HfdistError, which is raised here in its turn.
+        count: the number of values.
+        registry: says how many processes there are; with 0 of them, this process runs the function.
+        ahead: the most values that each process works out before they are asked for.
 
     Raises:
         ResourceError: a process has died.
@@ -52,12 +52,13 @@ def map_in_workers(
 
 
 def _keep_to_one_thread(worker: int) -> None:
+    """Keep the tokenizer of a worker, whose number torch passes, to one thread."""
     # The processes are the parallelism, and threads of a tokenizer do not outlive a fork.
     os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 
 class _Values(Dataset[object], Generic[_Value]):
-    """Runs the function in the process that asks for a value. Errors are values: torch would wrap them."""
+    """The values as a dataset of torch, which a worker process works out. Errors are values: torch would wrap them."""
 
     def __init__(self, function: Callable[[int], _Value], count: int, registry: WorkerRegistry) -> None:
         self._function, self._count, self._registry = function, count, registry

@@ -1,4 +1,4 @@
-"""What a loader process does besides reading: it forwards signals to its rank, and gives arrays as they are."""
+"""What ties a loader process to its rank: it forwards signals, ends with the rank, and sends arrays unchanged."""
 
 from __future__ import annotations
 
@@ -11,16 +11,19 @@ from hfdist.processes.stop_signals import STOP_SIGNALS
 
 
 def forward_to_rank(rank: int, each_second: Callable[[], None]) -> None:
-    """Forward the signals that others send to this loader process to its rank; a SIGTERM of the rank ends the process.
+    """Start a thread of this loader process that forwards the stop signals which others send here to the rank.
 
-    The process must not end by a signal before the rank has saved. A thread waits for signals, because it sees who has
-    sent one, and handlers do not. It also ends the process some seconds after a rank that was killed: otherwise a
-    loader process of torch waits for ever until what it has read ahead is taken, or if the rank was killed before torch
-    asked whose child the process is.
+        signal of a launcher or a user  ->  sent on to the rank: this process must not end before the rank has saved
+        SIGTERM of the rank             ->  this process ends
+        the rank was killed             ->  this process ends about a second later
+
+    A thread waits for signals, because it sees who has sent one, and a handler does not. Without the last rule, a
+    loader process of torch may wait for ever: until somebody takes what it has read ahead, or where the rank was killed
+    before torch asked whose child the process is.
 
     Args:
         rank: the process id of the rank, from before the fork.
-        each_second: is called about once a second.
+        each_second: a function that the thread calls about once a second.
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
 
@@ -39,5 +42,5 @@ def forward_to_rank(rank: int, each_second: Callable[[], None]) -> None:
 
 
 def keep_arrays(item: object) -> object:
-    """Collate nothing: numpy arrays travel through a pipe as they are; tensors would each hold a file open."""
+    """Return an item unchanged: arrays of numpy travel through a pipe; as tensors, each would hold a file open."""
     return item

@@ -10,7 +10,7 @@ from hfdist.config.data import ChatConfig, RowFormat
 from hfdist.data import marks
 from hfdist.data.order.lane_state import Place
 from hfdist.data.order.records import make_records
-from hfdist.data.packing.sequence import IGNORED, Sequence
+from hfdist.data.packing.sequence import IGNORED, PackedSequence
 from hfdist.data.sources.base import BadRow
 from hfdist.data.sources.formats import texts_in
 from hfdist.data.sources.rows import RowReader
@@ -43,7 +43,7 @@ def tensors(*pieces, length):
     tokens = np.concatenate([*pieces, np.full(length - sum(map(len, pieces)), ~0, dtype=np.int32)])
     filling = [length - sum(map(len, pieces))] if sum(map(len, pieces)) < length else []
     lengths = [*map(len, pieces), *filling]
-    rows = Sequence([tokens], lengths, [], Place(), length, 0, make_records(0)).rows
+    rows = PackedSequence([tokens], lengths, [], Place(), length, 0, make_records(0)).rows
     return {
         name: torch.from_numpy(row)[None].long()
         for name, row in zip(("input_ids", "position_ids", "labels"), rows, strict=True)
