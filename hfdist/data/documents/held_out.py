@@ -194,7 +194,7 @@ def _pack(corpus: Corpus, encoders: Encoders, config: DataConfig, one_each: bool
     return np.stack(sequences)
 
 
-def _with_targets(sequences: Iterable[Sequence]) -> Iterator[tuple[Sequence, NDArray[np.int32]]]:
+def _with_targets(sequences: Iterable[PackedSequence]) -> Iterator[tuple[PackedSequence, NDArray[np.int32]]]:
     """Give the sequences in which something is learned, each with its rows."""
     for sequence in sequences:
         # The rows are made when they are asked for.
