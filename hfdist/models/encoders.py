@@ -145,6 +145,22 @@ def check_reads_texts(architecture: PreTrainedConfig, *, head: Head, longest: in
     return is_encoder
 
 
+def check_pipeline(architecture: PreTrainedConfig, *, head: Head, pipeline: int) -> None:
+    """Check that the texts of an encoder can go through a pipeline of so many ranks.
+
+    Raises:
+        ConfigError: the texts become embeddings. Each has a row, so micro batches have other numbers of rows.
+    """
+    if head is Head.none and pipeline > 1:
+        raise ConfigError(
+            "texts of an encoder have a row each, of another number in each micro batch, and a pipeline has equal ones",
+            where="strategy.pipeline",
+            found=f"{pipeline}, with {architecture.model_type} and task.name=embed",
+            allowed="1 for embeddings of encoders",
+            hint="strategy=fsdp2, zero3 or ddp",
+        )
+
+
 def _refusal(
     architecture: PreTrainedConfig,
     head: Head,

@@ -65,6 +65,10 @@ class StageCosts:
     backward: OpCosts
     """Costs of the backward, with what activation checkpointing computes again."""
 
+    def with_passes(self, passes: int) -> StageCosts:
+        """Give the costs of a step that reads each micro batch so often; only the last time a backward follows."""
+        return replace(self, forward=self.forward * passes)
+
 
 @dataclass(frozen=True, kw_only=True)
 class AxisTraffic:

@@ -28,7 +28,7 @@ from hfdist.models import find_architecture, fit_vocabulary
 from hfdist.models.adapter_parts import describe_parts
 from hfdist.models.attention_choice import choose_attention
 from hfdist.models.blocks import find_block_parts
-from hfdist.models.encoders import check_reads_texts
+from hfdist.models.encoders import check_pipeline, check_reads_texts
 from hfdist.models.label_names import own_labels, set_labels
 from hfdist.models.loss.distillation import top_bytes
 from hfdist.models.partitioning import Partitioning
@@ -98,7 +98,10 @@ def _reads_ahead(config: RunConfig, architecture: PreTrainedConfig) -> bool:
         # Those of rows are not known, and of a ranking there is one number.
         names = [] if config.task.name is TaskName.rerank else labels.names or own_labels(architecture)
         set_labels(architecture, replace(labels, names=names))
-    return check_reads_texts(architecture, head=head, longest=config.data.sequence_length)
+    is_encoder = check_reads_texts(architecture, head=head, longest=config.data.sequence_length)
+    if is_encoder:
+        check_pipeline(architecture, head=head, pipeline=config.strategy.pipeline)
+    return is_encoder
 
 
 def make_plan(

@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from hfdist.config.run import RunConfig
 from hfdist.config.task import Head, TaskName
 
-_PAIRS = 2
-"""Texts of a query: its positive, and to rerank one negative."""
+_NUM_TEXTS = 2
+"""Texts of a pair; and to rerank, of a query: its positive, and one negative."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,7 +48,7 @@ def row_sizes(config: RunConfig, *, is_apart: bool) -> RowSizes:
     if head is Head.none:
         return _of_texts(length, config.data.texts.max_tokens, is_apart=is_apart)
     if head.gives_labels:
-        rows = _PAIRS if config.task.name is TaskName.rerank else 1
+        rows = _NUM_TEXTS if config.task.name is TaskName.rerank else 1
         return RowSizes(rows=rows, tokens=min(length, config.data.texts.max_tokens or length))
     if head is Head.targets:
         return _of_targets(config)
@@ -56,8 +56,8 @@ def row_sizes(config: RunConfig, *, is_apart: bool) -> RowSizes:
 
 
 def _of_texts(length: int, most: int | None, *, is_apart: bool) -> RowSizes:
-    tokens = max(1, min(most or length, length // _PAIRS))
-    texts = _PAIRS * max(1, length // (_PAIRS * tokens))
+    tokens = max(1, min(most or length, length // _NUM_TEXTS))
+    texts = _NUM_TEXTS * max(1, length // (_NUM_TEXTS * tokens))
     if is_apart:
         return RowSizes(rows=texts, tokens=tokens, texts=texts, text_tokens=tokens)
     return RowSizes(tokens=length, texts=texts, text_tokens=tokens)

@@ -23,7 +23,7 @@ from hfdist.models.adapter_trial import try_adapter
 from hfdist.models.attention_choice import choose_attention
 from hfdist.models.blocks import compile_blocks, compiles_blocks
 from hfdist.models.build import make_without_values
-from hfdist.models.encoders import check_reads_no_further, check_reads_texts, takes_texts_apart
+from hfdist.models.encoders import check_pipeline, check_reads_no_further, check_reads_texts, takes_texts_apart
 from hfdist.models.float8 import use_float8
 from hfdist.models.loss.embedding_losses import check_sizes
 from hfdist.models.positions import counts_from_zero
@@ -116,14 +116,8 @@ def _is_encoder(config: RunConfig, architecture: PreTrainedConfig) -> bool:
     if not may_be_encoder:
         return False
     is_encoder = check_reads_texts(architecture, head=head, longest=config.data.sequence_length)
-    if is_encoder and head is Head.none and config.strategy.pipeline > 1:
-        raise ConfigError(
-            "texts of an encoder have a row each, of another number in each micro batch, and a pipeline has equal ones",
-            where="strategy.pipeline",
-            found=f"{config.strategy.pipeline}, with {architecture.model_type} and task.name=embed",
-            allowed="1 for embeddings of encoders",
-            hint="strategy=fsdp2, zero3 or ddp",
-        )
+    if is_encoder:
+        check_pipeline(architecture, head=head, pipeline=config.strategy.pipeline)
     return is_encoder
 
 

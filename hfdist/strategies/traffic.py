@@ -273,7 +273,8 @@ class Axes:
         for held, of_experts in ((self.held(), False), (self.held_experts(), True)):
             reduce = partial(self.reduce, calls=calls, of_experts=of_experts, microbatches=microbatches)
             weights = held * microbatches
-            yield from reduce(ALL_GATHER, SHARD, weights * passes, is_gradient=False, hidden_by=Phase.forward)
+            gather = partial(reduce, ALL_GATHER, SHARD, is_gradient=False)
+            yield from gather(weights * passes, calls=calls * passes, hidden_by=Phase.forward)
             weights_again = weights * again
             yield from reduce(ALL_GATHER, SHARD, weights_again, is_gradient=False, hidden_by=Phase.backward)
             yield from reduce(exchange, SHARD, weights, hidden_by=ends)

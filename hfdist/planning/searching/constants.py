@@ -109,6 +109,8 @@ class ModelConstants:
     """Shares by (tensor, expert) degree; degrees that are missing do not go with this model."""
     sequence_degrees: frozenset[int] = frozenset()
     """Tensor degrees with which ranks can share the tokens between attention and MLP."""
+    has_pipelines: bool = True
+    """Whether stages of a pipeline can train it on the task's rows."""
     shares_tokens: bool = True
     """Whether ranks can share its sequences: what a token needs of others comes through attention."""
     balance: Costs

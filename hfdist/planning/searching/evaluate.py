@@ -149,6 +149,8 @@ class Evaluator:
             return None
         if layout.sequence and layout.tensor not in model.sequence_degrees:
             return None
+        if layout.pipeline > 1 and not model.has_pipelines:
+            return None
         config = layout.apply(self.config)
         try:
             strategy = self.strategy(layout, config)

@@ -183,7 +183,7 @@ def _activations(
 def rank_costs(model: ModelConstants, strategy: Ways, sizes: RankSizes, loads: Sequence[Load]) -> RankCosts:
     """Give what a rank computes in a step, without its traffic."""
     shares = model.shares[sizes.layout.tensor, sizes.layout.expert]
-    stages = [_stage_costs(model, sizes.layout, shares, load) for load in loads]
+    stages = [_stage_costs(model, sizes.layout, shares, load).with_passes(model.sizes[1].passes) for load in loads]
     copied = strategy.copied(sizes)
     stages[0] = replace(stages[0], backward=stages[0].backward + OpCosts(moved_bytes=copied.backward))
     # Each number is read and written once, gradients are read.

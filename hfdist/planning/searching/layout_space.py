@@ -46,7 +46,8 @@ class Space:
             for context in divisors(self.processes // tensor):
                 if (tensor, 1) not in self.model.shares or not self._shares_sequences(context):
                     continue
-                for pipeline in divisors(self.processes // (tensor * context), self.model.num_blocks):
+                most_stages = self.model.num_blocks if self.model.has_pipelines else 1
+                for pipeline in divisors(self.processes // (tensor * context), most_stages):
                     data = self.processes // (tensor * context * pipeline)
                     if self.config.train.global_batch_size % data != 0:
                         continue

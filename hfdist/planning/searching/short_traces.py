@@ -26,9 +26,11 @@ from hfdist.config.batch import plan_batch
 from hfdist.config.optimizer import OptimizerConfig, OptimizerName
 from hfdist.config.run import RunConfig
 from hfdist.config.strategy import StrategyConfig
+from hfdist.config.task import Head
 from hfdist.config.train import Precision
 from hfdist.models.blocks import find_block_parts
 from hfdist.models.embeddings import input_embeddings
+from hfdist.models.encoders import takes_texts_apart
 from hfdist.models.probing import class_keeps_documents_apart
 from hfdist.models.recompute import checkpoint_blocks
 from hfdist.optim.registry import make_small, stepped_whole, values_per_weight
@@ -92,6 +94,7 @@ def measure_constants(
         # Layouts are compared with micro batches of any size.
         loss_head = find_loss_head(config, model, strategy, "cuda" if is_gpu else "cpu", by_size=False)
         shares_tokens = class_keeps_documents_apart(model) is not False
+        head = config.task.name.traits.head
         with fake_tensors:
             task = FakeTask(config, model, loss_head, teaching_without_teacher(config))
             measurement = _Measurement(config, model, task)
@@ -110,6 +113,7 @@ def measure_constants(
         gradient_bytes=weight_bytes,
         optimizer_bytes=weight_bytes * _values_per_weight(config.optimizer),
         half_bytes=None if measurement.half is None or dtype is measurement.half else 2.0,
+        has_pipelines=not (head is Head.none and takes_texts_apart(model, head)),
         shares_tokens=shares_tokens,
     )
 

@@ -210,7 +210,7 @@ def _to_rank_trace(
     stages = (whole,) if stages is None else stages
     if config.task.name.traits.reads_twice:
         # The first forward holds less: it keeps nothing.
-        stages = tuple(replace(stage, forward=stage.forward * 2) for stage in stages)
+        stages = tuple(stage.with_passes(2) for stage in stages)
     costs = RankCosts(stages=stages, optimizer=trace.costs(Phase.optimizer))
     return RankTrace(peak=peak, costs=costs, state=state)
 

@@ -26,6 +26,8 @@ class Traffic(ObjectiveCallback):
         recorder: writes the run's record, on rank 0; None on the others.
         wait: waits until no other thread sends, as a save does.
         warm_up_steps: first steps of each start, which send more than the others; the fourth after them is counted.
+        reads_twice: whether the objective reads each micro batch before the step. What it sends then counts, too; what
+            an objective sends to answer prompts does not.
     """
 
     def __init__(
@@ -35,8 +37,9 @@ class Traffic(ObjectiveCallback):
         *,
         wait: Callable[[], None],
         warm_up_steps: int = 0,
+        reads_twice: bool = False,
     ) -> None:
-        self._wait = wait
+        self._wait, self._reads_twice = wait, reads_twice
         self._counted_step = _COUNTED_STEP + warm_up_steps
         self._topology, self._recorder = topology, recorder
         self._step: int | None = None
@@ -61,9 +64,10 @@ class Traffic(ObjectiveCallback):
         self._has_begun = False
 
     def on_objective(self, state: TrainerState) -> None:
-        """Begin to count before the objective sends something, such as all embeddings of a step."""
-        self._begin(state)
-        self._has_begun = True
+        """Begin to count before an objective that reads twice sends something, such as all embeddings of a step."""
+        if self._reads_twice:
+            self._begin(state)
+            self._has_begun = True
 
     def _begin(self, state: TrainerState) -> None:
         """Count from now on, if this is the step to count; a save that goes on ends first, as it sends, too."""

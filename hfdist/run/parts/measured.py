@@ -51,8 +51,16 @@ class TrafficPart(Part):
             with trainer.training.waiting(SAVING):
                 trainer.checkpointer.wait()
 
-        warm_up_steps = run.config.strategy.num_uncompressed_steps
-        return [Traffic(run.topology, run.recorder, wait=wait, warm_up_steps=warm_up_steps)]
+        config = run.config
+        return [
+            Traffic(
+                run.topology,
+                run.recorder,
+                wait=wait,
+                warm_up_steps=config.strategy.num_uncompressed_steps,
+                reads_twice=config.task.name.traits.reads_twice,
+            )
+        ]
 
 
 class PlanPart(Part):
