@@ -44,8 +44,9 @@ def share_values(
     if parts:
         # Rows that fill up the micro batches of a pipeline come last.
         shared = torch.cat(parts)[: len(shared)]
-    topology, mesh = training.strategy.topology, training.strategy.mesh
-    for axis, num_ranks in (("pipeline", topology.pipeline), ("tensor", topology.tensor)):
+    strategy = training.strategy
+    for axis, num_ranks in (("pipeline", strategy.topology.pipeline), ("tensor", strategy.topology.tensor)):
         if num_ranks > 1:
-            dist.all_reduce(shared, op=dist.ReduceOp.MAX, group=mesh.get_group(axis))
+            # Only now is there a mesh for sure: one process has none.
+            dist.all_reduce(shared, op=dist.ReduceOp.MAX, group=strategy.mesh.get_group(axis))
     return shared.cpu()
