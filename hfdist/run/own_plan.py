@@ -68,18 +68,22 @@ class OwnPlan:
 
     def __init__(self, make: Callable[[], PlanAndMachines], *, forks: bool = True) -> None:
         self._connection, theirs = Pipe()
-        if forks:
-            self._pid = _fork(make, theirs, self._connection)
-            theirs.close()
-        else:
-            self._pid = _start(theirs)
-            # Closed here: otherwise `take` would see no end of the pipe when the child dies.
-            theirs.close()
-            # Where `make` cannot be pickled, the child reads nothing, ends, and `take` says so. OSError: it has ended.
-            with suppress(pickle.PicklingError, AttributeError, TypeError, OSError):
-                self._connection.send(make)
+        self._pid = _fork(make, theirs, self._connection) if forks else _start(theirs)
+        # Closed here: otherwise `take` would see no end of the pipe when the child dies.
+        theirs.close()
         # A run may fail before it takes the plan: the child ends all the same.
         self._end = weakref.finalize(self, _end, self._pid)
+        if not forks:
+            self._send(make)
+
+    def _send(self, make: Callable[[], PlanAndMachines]) -> None:
+        """Send `make` to the child; end the child where that cannot be pickled, as it would wait for it."""
+        try:
+            # OSError: the child has ended already.
+            with suppress(OSError):
+                self._connection.send(make)
+        except (pickle.PicklingError, AttributeError, TypeError):
+            self._end()
 
     def take(self) -> PlanAndMachines | str:
         """Wait for the plan; give it, or in words why there is none. Call it once."""

@@ -59,7 +59,7 @@ class FsdpStrategy(Strategy):
         self.fractions = ShardFractions(weights=share, gradients=share, optimizer=share)
 
     def training_arguments(self) -> dict[str, object]:
-        """Give the base class's arguments; with offload also a backend for the CPU, for norms of gradients there."""
+        """Give the base class's arguments; offload from a GPU needs a CPU backend, too, for norms of gradients."""
         has_two = self.config.offload is Offload.cpu and torch.cuda.is_available()
         return super().training_arguments() | ({"ddp_backend": "cpu:gloo,cuda:nccl"} if has_two else {})
 

@@ -32,7 +32,7 @@ _CONVENTION = Convention(shifts=True, divides=True, is_of_tokens=True)
 class _SftTrainer(EngineTrainer):
     """The attributes of an SFTTrainer that this file reads and sets: TRL need not be installed.
 
-    test_trl_seams.py compares them with TRL's.
+    test_trl_seams.py compares those of the metrics with TRL's.
     """
 
     aux_loss_enabled: bool

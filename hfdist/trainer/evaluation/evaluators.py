@@ -124,8 +124,8 @@ class EarlyStopping(TrainerCallback):
     """Ends the training on all ranks after the same evaluation: all have the same losses.
 
     transformers' own callback keeps a counter: checkpoints would have to hold it, and a rollback would have to reset
-    it. This one counts in `state.log_history`, which both keep right, and which always holds more than `patience`
-    evaluations.
+    it. This one counts in `state.log_history`, which both keep right, and which is never cut to `patience`
+    evaluations or fewer.
     """
 
     def __init__(self, evaluate: EvaluateConfig) -> None:

@@ -3,8 +3,8 @@
 Neighbours with the same prompt read it once, and share copies of its keys and values.
 
     2 slots, 4 rows     forward    1  2  3  4  5  6
-    slot 0                         a  a  a  c  c  c       b ends after its second token, and d takes its slot
-    slot 1                         b  b  d  d  d  d
+    slot 0                         a  a  .  a  .  c       b ends after its second token, and c takes its slot; a after
+    slot 1                         b  b  c  c  d  d       its third: c moves up, and d's prompt is read
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Slots:
         self._budgets: list[int] = extras[BUDGETS].tolist()
         self._limits, self._score, self._num_slots, self._waits = limits, score, num_slots, waits
         self._numbers = prompts.number()
-        """Number of each row's prompt: equal prompts have one number."""
+        """Number of each row's prompt: neighbours with equal prompts have one number."""
         self._waiting = deque(range(len(prompts.ids)))
         """Rows that have no slot yet, in their order."""
         self._read: dict[int, _Prompt] = {}

@@ -53,6 +53,13 @@ def test_a_plan_comes_back_whole_and_leaves_nothing_here():
     assert psutil.Process().children() == others
 
 
+def test_what_cannot_be_sent_to_a_new_process_is_not_waited_for():
+    start = time.monotonic()
+    assert "was ended" in OwnPlan(lambda: PLAN, forks=False).take()
+    # Without an end the child would be waited for a minute.
+    assert time.monotonic() - start < 30
+
+
 def _divide():
     return 1 // 0
 
