@@ -23,7 +23,7 @@ class Answer:
     turns: list[Turn] = field(default_factory=list)
     """What was said in an episode. What the model has read is known on the first rank of a model replica alone."""
     num_turns: int = 0
-    """Number of turns that the model has taken in an episode; 0: the answer is no episode."""
+    """Number of turns that the model has taken in an episode; 0: it had none, or the answer is no episode."""
     num_calls: int = 0
     """Number of tools that the model has called."""
     reward: float = 0.0

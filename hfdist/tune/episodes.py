@@ -118,7 +118,8 @@ class _Report(NamedTuple):
 
     data_rank: int
     heard: Sequence[_Heard] | None
-    """What the environments of its model replica have said; None: another rank of the replica reports it."""
+    """What the environments of its model replica have said, [] if the replica is this rank alone; None: another rank of
+    the replica reports it."""
     num_ready: int
     """Number of episodes in which the model takes a turn now."""
     has_players: bool

@@ -183,8 +183,8 @@ def _read_entries(folder: Path | None, digest: str) -> list[_Entry] | None:
 
 
 def _read_entry(values: dict[str, Any]) -> _Entry:
-    place = values.pop("place")
-    return _Entry(**values, place=None if place is None else FilePlace(*place))
+    place = values["place"]
+    return _Entry(**{**values, "place": None if place is None else FilePlace(*place)})
 
 
 def _digest_of(entries: Sequence[_Entry]) -> str:

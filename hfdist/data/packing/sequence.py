@@ -111,7 +111,7 @@ class PackedSequence(NamedTuple):
     records: Records
     """Records of its pieces and of documents passed over; their fields `sequence` and `pool` are not set yet."""
     problems: tuple[Problem, ...] = ()
-    """Problems of documents that are passed over."""
+    """Problems of documents among these records: of those passed over, and of those with a damaged image."""
     images: Mapping[int, PieceImages] | None = None
     """The images of each piece that has some, by the piece's number; None: no piece has."""
 

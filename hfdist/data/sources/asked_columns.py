@@ -165,7 +165,7 @@ class AskedColumns:
             return "hfdist sft learns from such rows; dpo and reward compare a chosen answer with a rejected one"
         if "messages" in present and missing == ["prompt", "completion"] and len(unused) == 2:
             # The messages end with a question, and the other column has its answer.
-            (answer,) = set(unused) - {"messages"}
+            answer = next(column for column in unused if column != "messages")
             return self._propose({"prompt": "messages", "completion": answer})
         if "messages" in present and missing[:1] == ["prompt"]:
             # The question and the answer are a list of messages each.

@@ -66,7 +66,10 @@ class DocumentIterator:
         return self._numbers[:most]
 
     def _after(self, num_documents: int, most: int | None) -> NDArray[np.int64]:
-        """Give numbers of this epoch that come `num_documents` after the place: a few times `most`, if there are."""
+        """Give numbers of this epoch that come `num_documents` after the place.
+
+        They are a few times `most`, if there are as many; None: those up to the end of a block.
+        """
         epoch, position = self.place.epoch, self.place.position + num_documents
         if position >= self._order.lane_length(epoch, self._lane):
             return self._numbers[:0]

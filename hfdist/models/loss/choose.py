@@ -224,14 +224,14 @@ def _why_not_deferred(small: PreTrainedModel, head: nn.Module, vocabulary: int, 
     try:
         with deferring(head, vocabulary, loss) as deferred:
             found = run_small(small)
+        if deferred.made_whole:
+            return f"{name} needs them whole ({deferred.made_whole[0]})"
+        if not computed:
+            return f"{name} needs them whole (a loss of its own)"
         loss_difference = abs(found.loss - expected.loss) / abs(expected.loss)
         gradient_difference = float((found.gradients - expected.gradients).norm() / expected.gradients.norm())
     except Exception as error:  # whatever a model raises that was given no tensor
         return f"{name} needs them whole ({first_line(error)})"
-    if deferred.made_whole:
-        return f"{name} needs them whole ({deferred.made_whole[0]})"
-    if not computed:
-        return f"{name} needs them whole (a loss of its own)"
     if loss_difference <= _LOSS_BOUND and gradient_difference <= _GRADIENT_BOUND:
         return None
     return f"it differs: loss by {loss_difference:.1e}, gradients by {gradient_difference:.1e} of their norm"

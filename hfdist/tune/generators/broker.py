@@ -1,10 +1,10 @@
 """The broker: a thread of rank 0 that passes prompts of all data ranks to generators, and their answers back.
 
 a rank        publish  a version of the policy can be read        ->  broker
-want     prompts, of this step and of later ones    ->  broker  ->  prompts    a generator
-need     numbers of prompts, whose answers it       ->  broker  <-  ready      a generator is idle
-waits for                                              <-  answers    and it is idle again
-answers to a prompt, or an error                    <-  broker  <-  gone       it will answer nothing
+              want     prompts, of this step and of later ones    ->  broker  ->  prompts    a generator
+              need     numbers of prompts, whose answers it       ->  broker  <-  ready      a generator is idle
+                       waits for                                              <-  answers    and it is idle again
+              answers to a prompt, or an error                    <-  broker  <-  gone       it will answer nothing
 """
 
 from __future__ import annotations
