@@ -147,7 +147,7 @@ class ControlGroup:
         A leader carries the texts from and to its whole machine. With ranks 0, 1 on a machine and 2, 3 on another:
 
             rank 1    0>  1>  2>  3>       its texts, to its leader
-            rank 0    0>2 1>2 | 0>3 1>3    what it sends to the leader of 2 and 3: each rank's texts for these
+            rank 0    0>2 0>3 | 1>2 1>3    what it sends to the leader of 2 and 3: each rank's texts for these
             rank 2    0>3 1>3 2>3 3>3      what it gives rank 3, in the order of the senders
         """
         self._settle()

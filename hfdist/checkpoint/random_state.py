@@ -69,12 +69,13 @@ def restore_random_state(checkpoint: Path) -> bool:
         CheckpointError: a file is damaged; on all ranks alike.
     """
 
-    def list_files() -> list[str]:
-        return [name for name in read_manifest(checkpoint).files if name.startswith(RANDOM_STEM)]
+    def compare_files() -> list[int | bool]:
+        names = {name for name in read_manifest(checkpoint).files if name.startswith(RANDOM_STEM)}
+        return [len(names), names == {random_file(index) for index in range(world_size())}]
 
-    files = on_rank_zero(list_files)
-    num_processes = len(files)
-    if set(files) != {random_file(index) for index in range(world_size())}:
+    # Rank 0 alone compares: of thousands of ranks, the names are many to send.
+    num_processes, is_of_as_many = on_rank_zero(compare_files)
+    if not is_of_as_many:
         logger.info("random generators start afresh: %s was saved by %d processes", checkpoint, num_processes)
         return False
     on_all_ranks(lambda: _restore(inside(checkpoint, random_file(rank()))))

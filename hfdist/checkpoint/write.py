@@ -14,7 +14,7 @@ import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain, groupby
+from itertools import chain, groupby, starmap
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -307,7 +307,9 @@ def _write_shard(folder: Path, items: Sequence[WriteItem], elements: Sequence[to
     """
     parts: list[Part] = []
     # One file after the other: a process may have only so many open.
-    for file, runs in groupby(_runs(map(_Write, items, elements)), key=lambda run: run[0].item.file):
+    for file, runs in groupby(
+        _runs(starmap(_Write, zip(items, elements, strict=True))), key=lambda run: run[0].item.file
+    ):
         with _named(folder / file), (folder / file).open("rb+", buffering=0) as opened:
             parts += [_write_run(opened.fileno(), run) for run in runs]
     return parts

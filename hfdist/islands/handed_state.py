@@ -49,7 +49,7 @@ def find_mismatch(header: Message, contents: Sequence[bytes], pieces: Sequence[P
 
 
 def take_state(pieces: Sequence[Piece], contents: Sequence[bytes]) -> None:
-    """Copy the bytes of each piece of another island into the piece here; `misfit` must have given None."""
+    """Copy the bytes of each piece of another island into the piece here, once `find_mismatch` gave None."""
     for piece, content in zip(pieces, contents, strict=True):
         values = _values_of(piece, content)
         piece.view.detach().copy_(values.view(piece.view.shape))

@@ -154,10 +154,9 @@ class OuterOptimizer:
         moved = [
             outer for outer, number in zip(self._outer, self._own_fragments, strict=True) if fragment in (None, number)
         ]
-        start = 0
-        for outer in moved:
-            change = mean[start : start + len(outer.weight)]
-            start += len(outer.weight)
+        # Raises where the mean has another length than the pieces together.
+        changes = mean.split([len(outer.weight) for outer in moved])
+        for outer, change in zip(moved, changes, strict=True):
             outer.weight.sub_(self._direction(outer, change), alpha=self._config.outer_lr)
         self._step.fill_(step)
         self._digest = None

@@ -140,7 +140,9 @@ class ParameterStore:
     def squares(self) -> list[float]:
         """Give a few numbers whose sum is exactly the sum of the squares of all gradients, as `exact_sum` does."""
         # Each element of the model once: tensor ranks hold some segments alike.
-        once = {segment: parameter.grad for segment, parameter in self._with_segments()}
+        once: dict[Segment, torch.Tensor | None] = {}
+        for segment, parameter in self._with_segments():
+            once.setdefault(segment, parameter.grad)
         return exact_sum(
             float(torch.linalg.vector_norm(gradient, dtype=torch.float64)) ** 2
             for gradient in once.values()

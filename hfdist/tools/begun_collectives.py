@@ -77,7 +77,7 @@ class BegunCollectives:
         The calls of a group are numbered, and under one number all ranks should have called the same.
         """
         for _, calls in sorted(self._by_number.items()):
-            if len({kind_of(call, calls) for call in calls.values()}) > 1:
+            if len(set(kinds_of(calls).values())) > 1:
                 return calls
         return {}
 
@@ -114,12 +114,15 @@ class BegunCollectives:
         return not call.is_p2p and self._newest.get((call.group, rank), 0) >= call.number
 
 
-def kind_of(call: Collective, calls: Mapping[int, Collective]) -> str:
-    """Give as text what must be the same in all calls under one number of a group: the name, and for some the sizes."""
+def kinds_of(calls: Mapping[int, Collective]) -> dict[int, str]:
+    """Give by rank, as text, what must be the same in all calls under one number: the name, and for some the sizes."""
     # A collective that has ended on one rank does not hang because of its sizes.
-    has_ended = any(one.is_done for one in calls.values())
-    needs_sizes = not has_ended and any(name in call.name for name in _SAME_SIZES)
-    return f"{call.name} {call.sizes}" if needs_sizes else call.name
+    has_ended = any(call.is_done for call in calls.values())
+    kinds = {}
+    for rank, call in calls.items():
+        needs_sizes = not has_ended and any(name in call.name for name in _SAME_SIZES)
+        kinds[rank] = f"{call.name} {call.sizes}" if needs_sizes else call.name
+    return kinds
 
 
 def short_name(call: Collective) -> str:

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from hfdist.tools.begun_collectives import BegunCollectives, WaitingRanks, kind_of, short_name
+from hfdist.tools.begun_collectives import BegunCollectives, WaitingRanks, kinds_of, short_name
 from hfdist.watch.diagnosis import name_ranks
 from hfdist.watch.snapshot import HeardRank, Snapshot
 
@@ -120,7 +120,7 @@ class HangCase:
         calls = self._collectives.first_differing()
         if not calls:
             return None
-        kinds = {rank: kind_of(call, calls) for rank, call in calls.items()}
+        kinds = kinds_of(calls)
         common = Counter(kinds.values()).most_common(1)[0][0]
         usual = [rank for rank in calls if kinds[rank] == common]
         odd = [rank for rank in calls if kinds[rank] != common]
