@@ -22,7 +22,7 @@ from hfdist.config.hardware import Hardware, read_hardware
 from hfdist.config.layout import Layout
 from hfdist.config.run import RunConfig
 from hfdist.pipeline.schedule import stages_per_rank
-from hfdist.planning.make_plan import find_planned_architecture
+from hfdist.planning.planned_architecture import find_planned_architecture
 from hfdist.planning.searching.constants import ModelConstants
 from hfdist.planning.searching.evaluate import Candidate, Evaluator, Machines
 from hfdist.planning.searching.search import measure

@@ -10,8 +10,9 @@ from hfdist.planning.calibration_steps import run_steps
 from hfdist.planning.candidates import candidate_to_json, describe_candidates
 from hfdist.planning.describe import describe_plan
 from hfdist.planning.machines import find_machines
-from hfdist.planning.make_plan import find_planned_architecture, make_plan
+from hfdist.planning.make_plan import make_plan
 from hfdist.planning.not_counted import not_counted
+from hfdist.planning.planned_architecture import find_planned_architecture
 from hfdist.planning.request import PlanRequest
 from hfdist.planning.searching.evaluate import Candidate, Machines
 from hfdist.planning.searching.fewest import fewest_processes

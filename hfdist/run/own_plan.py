@@ -36,10 +36,11 @@ from hfdist.config.run import RunConfig
 from hfdist.errors import ConfigError, ResourceError, first_line, named_line
 from hfdist.planning.describe import verdict
 from hfdist.planning.machines import find_machines
-from hfdist.planning.make_plan import make_plan, with_steps
+from hfdist.planning.make_plan import make_plan
 from hfdist.planning.plan import Plan
 from hfdist.planning.searching.evaluate import Machines
 from hfdist.planning.timing.hardware import find_hardware
+from hfdist.planning.whole_run import with_steps
 from hfdist.processes.child_python import python
 from hfdist.processes.stop_signals import heard_signals
 from hfdist.strategies.engine import Engine

@@ -165,7 +165,7 @@ def _check(config: RunConfig, processes: int) -> Any:
 
 def _make(config: RunConfig, strategy: Any) -> None:
     """Make the model without memory, and what the layout makes of it, as one rank of others that do not exist."""
-    from hfdist.planning.make_plan import find_planned_architecture
+    from hfdist.planning.planned_architecture import find_planned_architecture
     from hfdist.planning.tracing.fake_model import make_fake_model, quantize_fake
     from hfdist.planning.tracing.fake_ranks import deepspeed_of, fake_ranks, fake_tensors
 

@@ -1,4 +1,4 @@
-"""The first of the layouts that a search has found, with the memory and time of their traces in place of formulas."""
+"""Traces the first layouts that a search has found: memory and time by formulas are replaced by those of traces."""
 
 from __future__ import annotations
 
@@ -23,35 +23,40 @@ def confirm(
     model: ModelConstants,
     machines: Machines,
     *,
-    number: int,
+    wanted: int,
 ) -> tuple[Candidate, ...]:
-    """Trace the first layouts until so many fit, and give these, the fastest first, before those that were not traced.
+    """Trace the first layouts until so many of them fit.
 
     Of a pipeline the rank that holds most by formula is traced.
 
     Args:
         candidates: the layouts that a search has found, the fastest first.
-        architecture: as `find_architecture` gives it, with the vocabulary of the tokenizer.
-        model: as `measure` gives it.
-        machines: where it is to run.
-        number: how many to trace at the least; of those that do not fit more.
+        architecture: the model's config, with the vocabulary of the tokenizer.
+        model: the model's constants, as `measure` gives them.
+        machines: the machines on which the run is to be.
+        wanted: how many layouts to find that fit; where fewer fit, all are traced.
+
+    Returns:
+        The layouts that fit, the fastest first, and after them those that were not looked at. A layout that does not
+        fit is left out. One that cannot be traced counts as one that fits, and keeps its figures by formulas.
     """
-    traced: list[Candidate] = []
-    left = list(candidates)
-    while left and len(traced) < number:
+    confirmed: list[Candidate] = []
+    rest = list(candidates)
+    while rest and len(confirmed) < wanted:
         with warnings.catch_warnings():
             # Libraries warn their developers here, not the users of hfdist.
             warnings.simplefilter("ignore")
-            one = _trace(left.pop(0), architecture, model, machines)
-        if one is not None:
-            traced.append(one)
-    return (*sorted(traced, key=lambda one: one.time.seconds), *left)
+            candidate = _confirm_one(rest.pop(0), architecture, model, machines)
+        if candidate is not None:
+            confirmed.append(candidate)
+    confirmed.sort(key=lambda candidate: candidate.time.seconds)
+    return (*confirmed, *rest)
 
 
-def _trace(
+def _confirm_one(
     candidate: Candidate, architecture: PreTrainedConfig, model: ModelConstants, machines: Machines
 ) -> Candidate | None:
-    """Give it with the memory and time of its trace; None: it does not fit, or the model cannot be run so."""
+    """Give a layout with the memory and time of its trace; None: it does not fit, or a run would refuse it."""
     layout, evaluator = candidate.layout, Evaluator(candidate.config, model, machines)
     try:
         strategy = evaluator.strategy(layout, candidate.config)
@@ -66,7 +71,8 @@ def _trace(
     except ConfigError:
         return None
     except Exception as error:
-        # A model may ask for values that fake tensors lack; what a run would refuse is a ConfigError.
+        # A model may ask for values that fake tensors lack, and then anything may be raised: the formulas' figures
+        # stay. What a run would refuse is a ConfigError.
         logger.info("not traced: %s: %s", layout, error)
         return candidate
     memory = trace.peak.with_runtime(machines.runtime_bytes)

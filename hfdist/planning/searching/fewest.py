@@ -1,4 +1,4 @@
-"""The fewest processes on which a run fits."""
+"""Finds the fewest processes on which a run fits."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def fewest_processes(
 
     Args:
         config: the run's config.
-        architecture: as `find_architecture` gives it, with the vocabulary of the tokenizer.
-        machines: where it is to run.
+        architecture: the model's config, with the vocabulary of the tokenizer.
+        machines: the machines on which the run is to be.
         searches: whether any layout will do, and the fastest is given; else that of `config`, with more data ranks.
 
     Raises:
@@ -38,24 +38,27 @@ def fewest_processes(
     """
     model = measure(config, architecture, machines, as_asked=not searches)
     evaluator = Evaluator(config, model, machines)
-    for processes in _counts(machines.per_machine):
+    for processes in _numbers_of_processes(machines.per_machine):
         if searches:
             found = search_layouts(config, model, machines, processes=processes, best=3).candidates
         else:
-            found = tuple(filter(None, [_as_asked(evaluator, processes)]))
-        found = confirm(found, architecture, model, machines, number=1)
-        if found:
-            return found[0]
+            as_asked = _as_asked(evaluator, processes)
+            found = () if as_asked is None else (as_asked,)
+        confirmed = confirm(found, architecture, model, machines, wanted=1)
+        if confirmed:
+            return confirmed[0]
+    hint = "train.micro_batch_size=1 train.gradient_checkpointing=true"
+    if not searches:
+        hint += ", or plan.search=true, which looks at all layouts"
     raise ResourceError(
-        "the run fits on no number of processes" if searches else "the layout fits on no number of processes",
+        f"the {'run' if searches else 'layout'} fits on no number of processes",
         where="plan.find",
         found=f"up to {_MOST_PROCESSES} of {machines.usable_bytes / 2**30:.3g} GiB",
-        hint="train.micro_batch_size=1 train.gradient_checkpointing=true"
-        + ("" if searches else ", or plan.search=true, which looks at all layouts"),
+        hint=hint,
     )
 
 
-def _counts(per_machine: int) -> Iterator[int]:
+def _numbers_of_processes(per_machine: int) -> Iterator[int]:
     """Give numbers of processes to try: shares of a machine, then whole machines by ones, later by larger steps."""
     yield from divisors(per_machine)
     machines = 2
@@ -66,11 +69,12 @@ def _counts(per_machine: int) -> Iterator[int]:
 
 
 def _as_asked(evaluator: Evaluator, processes: int) -> Candidate | None:
-    """Give the layout of the run's own config on so many processes; None: it does not go with them, or does not fit."""
+    """Evaluate the layout of the run's own config on so many processes; None: it is refused, or does not fit."""
     strategy = evaluator.config.strategy
-    free = replace(evaluator.config, strategy=replace(strategy, data=None))
+    # The number of data ranks follows from the number of processes.
+    any_data = replace(evaluator.config, strategy=replace(strategy, data=None))
     try:
-        layout = Layout.of(free, processes, stages_per_rank(strategy.schedule, strategy.stages_per_rank))
+        layout = Layout.of(any_data, processes, stages_per_rank(strategy.schedule, strategy.stages_per_rank))
         plan_run(layout.apply(evaluator.config), world_size=processes)
     except ConfigError:
         return None

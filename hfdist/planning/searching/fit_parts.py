@@ -1,4 +1,4 @@
-"""The costs of a part of a model as lines over the number of sequences, through a trace of one and one of two."""
+"""Fits the costs of a part of a model: a line over the number of sequences, through a trace of one and one of two."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from hfdist.planning.searching.constants import Growth, Mode, PartCosts, Work
 
 @dataclass
 class PartTrace:
-    """What was measured of one part with so many sequences."""
+    """Operations and bytes of one part of a model, measured with some number of sequences."""
 
     forward: OpCosts = field(default_factory=OpCosts)
     backward: OpCosts = field(default_factory=OpCosts)
     kept: float = 0.0
     """Bytes of activations that are kept from the forward to the backward."""
     working: float = 0.0
-    """Most bytes of activations beside these, in the backward."""
+    """The most bytes of activations in the backward, without the kept ones."""
     whole: float = 0.0
-    """Bytes of what is kept that are as wide as the hidden states."""
+    """The bytes of `kept` in tensors as wide as the hidden states: each tensor rank has them whole."""
 
     def __add__(self, other: PartTrace) -> PartTrace:
         return PartTrace(
@@ -41,13 +41,13 @@ def fit_part(
     plain: Mapping[int, PartTrace],
     by_mode: Mapping[Mode, Mapping[int, PartTrace]],
 ) -> PartCosts:
-    """Fit a part's costs.
+    """Fit the costs of a part, of which each grows along a line with the number of sequences.
 
     Args:
         item_bytes: bytes of an element of the weights.
         named: the part's parameters, by name.
         plain: traces without activation checkpointing, by the number of sequences: 1 and 2.
-        by_mode: the same for each mode of activation checkpointing.
+        by_mode: traces for each mode of activation checkpointing, by the number of sequences: 1 and 2.
     """
     # How much of what grows with the sequences is whole on each tensor rank.
     growing = max(plain[2].kept - plain[1].kept, 1.0)
@@ -56,7 +56,7 @@ def fit_part(
 
     def kept(mode: Mode) -> Growth:
         fixed, each = _line(by_mode[mode], lambda trace: trace.kept)
-        # The blocks' inputs are whole, of the rest as much as without checkpointing.
+        # The blocks' inputs are whole on each tensor rank. Of the rest the same share is as without checkpointing.
         whole = min(each, inputs + (each - inputs) * whole_share) if mode is not None else each * whole_share
         return Growth(fixed=fixed, whole=whole, divided=each - whole)
 
@@ -80,7 +80,11 @@ def fit_part(
 
 
 def with_chunks(epilogue: PartCosts, head: nn.Module | None) -> PartCosts:
-    """Tell what grows with the head's weights, as their gradient does, from chunks of logits."""
+    """Give the costs of the epilogue, with chunks of logits told apart from what grows with the head's weights.
+
+    Neither depends on the number of sequences. The gradient of the weights is shared by ranks as the weights are
+    (`fixed`); a chunk of logits has the same size on any rank (`constant`).
+    """
     of_weights = 0.0 if head is None else float(sum(p.nbytes for p in head.parameters() if p.requires_grad))
     working = {
         mode: replace(grown, fixed=min(grown.fixed, of_weights), constant=max(0.0, grown.fixed - of_weights))
@@ -90,7 +94,7 @@ def with_chunks(epilogue: PartCosts, head: nn.Module | None) -> PartCosts:
 
 
 def _line(traces: Mapping[int, PartTrace], value: Callable[[PartTrace], float]) -> tuple[float, float]:
-    """Give what of a value does not grow with the sequences, and what each adds."""
+    """Give the share of a value that does not grow with the number of sequences, and what each sequence adds."""
     of_one, of_two = value(traces[1]), value(traces[2])
     each = max(0.0, of_two - of_one)
     return max(0.0, of_one - each), each

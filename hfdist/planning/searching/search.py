@@ -1,9 +1,10 @@
-"""The best layouts of a run on so many processes, of all that its own checks allow.
+"""Finds the fastest layouts of a run on a given number of processes, of all that the run's own checks allow.
 
-The search goes from what a rank computes to how state is sharded. Two bounds cut it short. Of memory: micro batches
-only need more as they grow, so that none is looked at after the first that does not fit in any sharding. Of time:
-layouts are looked at in the order of the seconds that they take at the least, until that is more than the worst of the
-best ones takes.
+The search goes from what a rank computes to how state is sharded. Two bounds cut it short:
+
+    memory   larger micro batches need more: after the first that fits in no sharding, no larger one is looked at
+    time     layouts come in the order of their least seconds; the search ends at the first whose least seconds are
+             more than those of the worst layout kept
 """
 
 from __future__ import annotations
@@ -27,8 +28,10 @@ from hfdist.planning.searching.evaluate import Candidate, Evaluator, Machines
 from hfdist.planning.searching.layout_space import Space, divisors
 from hfdist.planning.searching.short_traces import measure_constants
 
-_MOST_TRACED, _MOST_TRACED_BLOCKS = 3, 40
-"""Layouts that are traced, and all blocks of these."""
+_MOST_TRACED = 3
+"""The most layouts that are traced."""
+_MOST_TRACED_BLOCKS = 40
+"""The most blocks of all traced layouts together: a trace takes as long as its blocks are many."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,12 +57,12 @@ def search(
 ) -> SearchResult:
     """Give the fastest layouts of a run that fit, the first of them by traces, the others by formulas.
 
-    The first three are traced, of a model of many blocks fewer, since a trace takes as long as its blocks are many.
+    The first three are traced; of a model of many blocks fewer are, or none.
 
     Args:
         config: the run's config; its layout, micro batches and activation checkpointing are what is chosen.
-        architecture: as `find_architecture` gives it, with the vocabulary of the tokenizer.
-        machines: where it is to run.
+        architecture: the model's config, with the vocabulary of the tokenizer.
+        machines: the machines on which the run is to be.
         processes: how many ranks.
         best: how many layouts to give at the most.
 
@@ -68,8 +71,8 @@ def search(
     """
     model = measure(config, architecture, machines, processes=processes)
     found = search_layouts(config, model, machines, processes=processes, best=best)
-    number = min(_MOST_TRACED, _MOST_TRACED_BLOCKS // max(1, model.num_blocks))
-    return replace(found, candidates=confirm(found.candidates, architecture, model, machines, number=number))
+    wanted = min(_MOST_TRACED, _MOST_TRACED_BLOCKS // max(1, model.num_blocks))
+    return replace(found, candidates=confirm(found.candidates, architecture, model, machines, wanted=wanted))
 
 
 def measure(
@@ -84,15 +87,17 @@ def measure(
 
     Args:
         config: the run's config.
-        architecture: as `find_architecture` gives it, with the vocabulary of the tokenizer.
-        machines: where the run is to be.
+        architecture: the model's config, with the vocabulary of the tokenizer.
+        machines: the machines on which the run is to be.
         processes: how many ranks; None: any number.
-        as_asked: whether those of the layout that `config` asks for are needed, too.
+        as_asked: whether the constants of the layout that `config` asks for are needed, too.
 
     Raises:
         ConfigError: the model does not divide as `config` asks.
     """
-    degrees, is_gpu = divisors(processes or machines.per_machine, machines.per_machine), not machines.hardware.is_cpu
+    # Tensor ranks share a machine: no degree is larger.
+    degrees = divisors(processes or machines.per_machine, machines.per_machine)
+    is_gpu = not machines.hardware.is_cpu
     return measure_constants(config, architecture, is_gpu=is_gpu, tensor_degrees=degrees, as_asked=as_asked)
 
 
@@ -103,8 +108,8 @@ def search_layouts(
 
     Args:
         config: the run's config; its layout, micro batches and activation checkpointing are what is chosen.
-        model: as `measure` gives it.
-        machines: where it is to run.
+        model: the model's constants, as `measure` gives them.
+        machines: the machines on which the run is to be.
         processes: how many ranks.
         best: how many layouts to give at the most.
     """

@@ -1,17 +1,20 @@
-"""The constants of a model, from short traces: a block of each kind, and what is around the blocks, on fake tensors.
+"""Measures the constants of a model by short traces on fake tensors: a block of each kind, and what is around them.
 
-The model's own forward runs once for one sequence and once for two, with a stand-in for each block: the first block of
-each kind runs, the others give what it gave. Then each kind is traced by itself, forward and backward, with all that
-activation checkpointing may compute again. All else follows: bytes and operations of a block grow with the sequences
-along a line, as the length of a sequence is that of the run.
+    1  around   prologue -> A -> (A) -> (A) -> B -> (B) -> epilogue     the model's own forward, then its backward.
+                The first block of a kind runs, (A) stands for another one: it gives what the first gave
+    2  blocks   A forward and backward, B forward and backward          for each mode of activation checkpointing
+
+Both run for one sequence and for two. All else follows: bytes and operations grow with the sequences along a line, as
+the length of a sequence is that of the run.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -34,11 +37,11 @@ from hfdist.models.encoders import takes_texts_apart
 from hfdist.models.probing import class_keeps_documents_apart
 from hfdist.models.recompute import checkpoint_blocks
 from hfdist.optim.registry import make_small, stepped_whole, values_per_weight
-from hfdist.pipeline.costs import costs_by_flops, kind_of_block
+from hfdist.pipeline.costs import Costs, costs_by_flops, kind_of_block
 from hfdist.pipeline.stage_forward import BlockPlace
 from hfdist.pipeline.stage_module import Block, copy_structure
 from hfdist.planning.costs import OpCosts
-from hfdist.planning.searching.constants import MODES, Mode, ModelConstants, PartCosts
+from hfdist.planning.searching.constants import MODES, Mode, ModelConstants, PartCosts, ShareOfParts
 from hfdist.planning.searching.fit_parts import PartTrace, fit_part, with_chunks
 from hfdist.planning.searching.shares import find_shares, find_tensor_plans
 from hfdist.planning.timing.traffic import of_task, sequence_flops, step_sizes
@@ -50,11 +53,11 @@ from hfdist.planning.tracing.trace import WEIGHTS, Trace
 from hfdist.strategies.base import Strategy
 from hfdist.strategies.engine import Batch
 from hfdist.strategies.model_fit import check_degrees
-from hfdist.strategies.traffic import Phase
+from hfdist.strategies.traffic import Phase, StepSizes
 from hfdist.topology import Topology
 
 _NUMBERS = (1, 2)
-"""Sequences that are traced."""
+"""Numbers of sequences that are traced: two points give the line."""
 
 
 def measure_constants(
@@ -68,20 +71,20 @@ def measure_constants(
     """Trace what a model costs, part by part.
 
     Args:
-        config: of the run; its layout does not matter, its precision and sequence length do.
-        architecture: from `find_architecture`, with the vocabulary of the tokenizer.
+        config: the run's config; its layout does not matter, its precision and sequence length do.
+        architecture: the model's config, with the vocabulary of the tokenizer.
         is_gpu: whether ranks will have GPUs.
-        tensor_degrees: whose shares of the parameters are asked for.
-        as_asked: the degrees of `config` are asked for, too.
+        tensor_degrees: numbers of tensor ranks for which the shares of the parameters are needed.
+        as_asked: whether the degrees of `config` are needed, too.
 
     Raises:
-        ConfigError: as the run itself would on one process, or a model without a list of blocks; or one that does not
-            divide by the degrees of `config`, where these are asked for.
+        ConfigError: as the run itself would on one process; the model has no list of blocks; or it does not divide by
+            the degrees of `config`, where these are needed.
     """
     length = config.data.sequence_length
     batch = plan_batch(global_batch_size=1, micro_batch_size=1, data_size=1, sequence_length=length, lanes=1)
     strategy = Strategy(Topology(), batch, StrategyConfig())
-    # One for all: tensors of one are strangers to another.
+    # One mode for all steps: fake tensors of one mode cannot meet those of another.
     fake_tensors = FakeTensorMode(allow_non_fake_inputs=True)
     with torch.random.fork_rng(devices=[]):
         with fake_tensors:
@@ -89,7 +92,8 @@ def measure_constants(
             if as_asked:
                 check_degrees(model, config.strategy)
                 tensor_degrees = {*tensor_degrees, config.strategy.tensor}
-            with_whole = _of_whole(model, config, tensor_degrees, is_gpu=is_gpu)
+            # Before it is quantized: packed weights have no rows and columns.
+            whole = _measure_whole(model, config, tensor_degrees, is_gpu=is_gpu)
             quantize_fake(model, config)
         # Layouts are compared with micro batches of any size.
         loss_head = find_loss_head(config, model, strategy, "cuda" if is_gpu else "cpu", by_size=False)
@@ -98,14 +102,19 @@ def measure_constants(
         with fake_tensors:
             task = FakeTask(config, model, loss_head, teaching_without_teacher(config))
             measurement = _Measurement(config, model, task)
-            kinds, prologue, epilogue = measurement.measure()
+            parts = measurement.measure()
     dtype = next(model.parameters()).dtype
     weight_bytes = float(dtype.itemsize)
-    return with_whole(
-        kinds=kinds,
-        kind_of_block=tuple(measurement.kind_of_block),
-        prologue=prologue,
-        epilogue=epilogue,
+    return ModelConstants(
+        shares=whole.shares,
+        balance=whole.balance,
+        flops_per_sequence=whole.flops_per_sequence,
+        sizes=whole.sizes,
+        sequence_degrees=whole.sequence_degrees,
+        kinds=parts.kinds,
+        kind_of_block=tuple(measurement.block_kinds),
+        prologue=parts.prologue,
+        epilogue=parts.epilogue,
         tied_parameters=_num_tied(model),
         sequence_length=length,
         boundary_bytes=measurement.boundary_bytes,
@@ -118,28 +127,50 @@ def measure_constants(
     )
 
 
-def _of_whole(
+class _WholeFigures(NamedTuple):
+    """The constants that need whole weights, as `ModelConstants` names them."""
+
+    shares: Mapping[tuple[int, int], ShareOfParts]
+    balance: Costs
+    flops_per_sequence: float
+    sizes: Mapping[int, StepSizes]
+    sequence_degrees: frozenset[int]
+
+
+def _measure_whole(
     model: PreTrainedModel, config: RunConfig, tensor_degrees: Iterable[int], *, is_gpu: bool
-) -> Callable[..., ModelConstants]:
-    """Find what needs whole weights: packed ones have no rows and columns. Gives what takes all else."""
-    blocks, length = find_block_parts(model), config.data.sequence_length
-    plans, whole = find_tensor_plans(model, tensor_degrees), stepped_whole(config.optimizer, model)
-    size = partial(step_sizes, model, config.train, is_gpu=is_gpu, stepped_whole=whole, frozen=measure_teacher(config))
-    of_degree = {tensor: size(tensor=tensor, plan=plans.get(tensor)) for tensor in (1, *plans)}
-    return partial(
-        ModelConstants,
-        shares=find_shares(model, list({kind_of_block(block): block for block in blocks}.values()), tensor_plans=plans),
-        balance=costs_by_flops(model, blocks, length),
+) -> _WholeFigures:
+    blocks = find_block_parts(model)
+    one_of_each_kind = {kind_of_block(block): block for block in blocks}
+    plans = find_tensor_plans(model, tensor_degrees)
+    whole, teacher = stepped_whole(config.optimizer, model), measure_teacher(config)
+    sizes: dict[int, StepSizes] = {}
+    for tensor in (1, *plans):
+        of_model = step_sizes(
+            model,
+            config.train,
+            tensor=tensor,
+            is_gpu=is_gpu,
+            plan=plans.get(tensor),
+            stepped_whole=whole,
+            frozen=teacher,
+        )
+        sizes[tensor] = of_task(of_model, config, model)
+    return _WholeFigures(
+        shares=find_shares(model, list(one_of_each_kind.values()), tensor_plans=plans),
+        balance=costs_by_flops(model, blocks, config.data.sequence_length),
         flops_per_sequence=sequence_flops(model, config),
-        sizes={tensor: of_task(sizes, config, model) for tensor, sizes in of_degree.items()},
+        sizes=sizes,
         sequence_degrees=frozenset(find_tensor_plans(model, plans, splits_tokens=True)),
     )
 
 
 def _values_per_weight(optimizer: OptimizerConfig) -> float:
-    """How many numbers it keeps for each element. To make it means to import the Trainer, which takes seconds."""
-    is_plain = optimizer.name is OptimizerName.adamw and optimizer.plugin is None and not optimizer.arguments
-    return 2.0 if is_plain else values_per_weight(make_small(optimizer))
+    """Give how many numbers an optimizer keeps for each element of a weight."""
+    if optimizer.name is OptimizerName.adamw and optimizer.plugin is None and not optimizer.arguments:
+        # Known, so that none is made: that imports the Trainer, which takes seconds.
+        return 2.0
+    return values_per_weight(make_small(optimizer))
 
 
 def _num_tied(model: PreTrainedModel) -> float:
@@ -153,10 +184,30 @@ def _num_tied(model: PreTrainedModel) -> float:
 
 @dataclass
 class _Call:
-    """How the model calls a module of a block."""
+    """A module of a block, and the arguments with which the model calls it."""
 
     module: nn.Module
-    inputs: tuple[tuple[object, ...], dict[str, object]]
+    arguments: tuple[object, ...]
+    named: dict[str, object]
+
+
+class _Parts(NamedTuple):
+    """The costs of all parts of a model."""
+
+    kinds: tuple[PartCosts, ...]
+    """Costs of one block of each kind."""
+    prologue: PartCosts
+    """Costs of what runs before the blocks."""
+    epilogue: PartCosts
+    """Costs of what runs after the blocks, the loss included."""
+
+
+class _Backward(NamedTuple):
+    """What was counted in one backward."""
+
+    costs: OpCosts
+    most_bytes: float
+    """The most bytes of activations that were held in it."""
 
 
 class _Measurement:
@@ -165,53 +216,66 @@ class _Measurement:
     def __init__(self, config: RunConfig, model: PreTrainedModel, task: FakeTask) -> None:
         self.config, self._model, self.task = config, model, task
         self.blocks: list[Block] = find_block_parts(model)
-        kinds: dict[str, int] = {}
-        self.kind_of_block = [kinds.setdefault(kind_of_block(block), len(kinds)) for block in self.blocks]
+        kinds = [kind_of_block(block) for block in self.blocks]
+        distinct = list(dict.fromkeys(kinds))
+        self.block_kinds = [distinct.index(kind) for kind in kinds]
+        """Number of the kind of each block."""
         precision = config.train.precision
-        self.half = torch.float16 if precision is Precision.fp16 else torch.bfloat16 if precision.is_bf16 else None
+        self.half: torch.dtype | None = None
+        """Half precision in which the run computes; None: it computes as its weights are."""
+        if precision is Precision.fp16:
+            self.half = torch.float16
+        elif precision.is_bf16:
+            self.half = torch.bfloat16
         self.boundary_bytes = 0.0
+        """Bytes that one sequence hands from a block to the next."""
         self._width, self._item_bytes = 0, next(model.parameters()).itemsize
         self._trace = Trace()
         self._trace.hold((*model.parameters(), *model.buffers()), WEIGHTS)
 
     # ---- the blocks ----
 
-    def measure(self) -> tuple[tuple[PartCosts, ...], PartCosts, PartCosts]:
+    def measure(self) -> _Parts:
         """Measure each kind of block, and what is before and after the blocks."""
-        around = {number: _Around(self, number) for number in _NUMBERS}
-        traces: dict[Mode, list[dict[int, PartTrace]]] = {}
-        for mode in MODES:
-            if mode is not None:
-                checkpoint_blocks(self._model, mode)
-            kinds = range(1 + max(self.kind_of_block))
-            traces[mode] = [
-                {number: self._run(ends.calls[kind], number) for number, ends in around.items()} for kind in kinds
-            ]
-        parts = []
+        around = {number: _AroundBlocks(self, number) for number in _NUMBERS}
+        traces = {mode: self._trace_kinds(mode, around) for mode in MODES}
+        kinds = []
         for kind, plain in enumerate(traces[None]):
-            block = self.blocks[self.kind_of_block.index(kind)]
+            block = self.blocks[self.block_kinds.index(kind)]
             named = {name: p for part in block for name, p in part.named_parameters()}
-            parts.append(fit_part(self._item_bytes, named, plain, {mode: traces[mode][kind] for mode in MODES}))
+            kinds.append(fit_part(self._item_bytes, named, plain, {mode: traces[mode][kind] for mode in MODES}))
         embedding, head = input_embeddings(self._model), self._model.get_output_embeddings()
         of_embedding = {} if embedding is None else dict(embedding.named_parameters())
+        # The parameters of a tied head are those of the embedding.
         of_head = {} if head is None or _num_tied(self._model) else dict(head.named_parameters())
         prologue = {number: ends.prologue for number, ends in around.items()}
         epilogue = {number: ends.epilogue for number, ends in around.items()}
-        return (
-            tuple(parts),
-            fit_part(self._item_bytes, of_embedding, prologue, dict.fromkeys(MODES, prologue)),
-            with_chunks(fit_part(self._item_bytes, of_head, epilogue, dict.fromkeys(MODES, epilogue)), head),
+        # What is around the blocks is never computed again: it costs the same in each mode.
+        after_blocks = fit_part(self._item_bytes, of_head, epilogue, dict.fromkeys(MODES, epilogue))
+        return _Parts(
+            kinds=tuple(kinds),
+            prologue=fit_part(self._item_bytes, of_embedding, prologue, dict.fromkeys(MODES, prologue)),
+            epilogue=with_chunks(after_blocks, head),
         )
 
-    def _run(self, calls: list[_Call], number: int) -> PartTrace:
+    def _trace_kinds(self, mode: Mode, around: Mapping[int, _AroundBlocks]) -> list[dict[int, PartTrace]]:
+        """Trace a block of each kind, in one mode of activation checkpointing; traces by the number of sequences."""
+        if mode is not None:
+            checkpoint_blocks(self._model, mode)
+        return [
+            {number: self._run(ends.calls[kind]) for number, ends in around.items()}
+            for kind in range(1 + max(self.block_kinds))
+        ]
+
+    def _run(self, calls: list[_Call]) -> PartTrace:
         seen = PartTrace()
         for call in calls:
             with self._trace:
-                seen += self._run_one(call, number)
+                seen += self._run_one(call)
         return seen
 
-    def _run_one(self, call: _Call, number: int) -> PartTrace:
-        trace, inputs = self._trace, call.inputs
+    def _run_one(self, call: _Call) -> PartTrace:
+        trace, inputs = self._trace, (call.arguments, call.named)
         hidden = next(_floats(inputs))
         wide = _WideTensors(hidden.shape)
         # Gradients go to what comes from the block before, and from an encoder, and to nothing else.
@@ -220,11 +284,12 @@ class _Measurement:
                 tensor.requires_grad_()
         base = self.begin()
         with self.autocast(), wide.hooks():
-            output = next(_floats(call.module(*inputs[0], **inputs[1])))
+            output = next(_floats(call.module(*call.arguments, **call.named)))
         kept = trace.held.activations - base
         seen = PartTrace(forward=trace.costs(Phase.forward), kept=kept, whole=wide.total + output.nbytes)
-        seen.backward, peak = self.backward(output)
-        seen.working = peak - base - kept
+        backward = self.backward(output)
+        seen.backward = backward.costs
+        seen.working = backward.most_bytes - base - kept
         for parameter in call.module.parameters():
             parameter.grad = None
         return seen
@@ -237,21 +302,21 @@ class _Measurement:
         self._trace.forget_peak()
         return self._trace.held.activations
 
-    def backward(self, output: torch.Tensor) -> tuple[OpCosts, float]:
-        """Run a backward; gives its costs, and the most bytes of activations in it."""
+    def backward(self, output: torch.Tensor) -> _Backward:
+        """Run a backward from an output, of which each element has the gradient 1."""
         trace = self._trace
         trace.phase = Phase.backward
         if output.requires_grad:
             output.backward(torch.ones_like(output))
-        return trace.costs(Phase.backward), trace.peak_of(Phase.backward).activations
+        return _Backward(trace.costs(Phase.backward), trace.peak_of(Phase.backward).activations)
 
     def autocast(self) -> AbstractContextManager[object]:
-        """Compute as the run does."""
+        """Give the context in which the run computes: autocast to half precision, or none."""
         return nullcontext() if self.half is None else torch.autocast("cpu", self.half)
 
     @property
     def trace(self) -> Trace:
-        """What counts all operations."""
+        """The trace that counts all operations."""
         return self._trace
 
     def stand_ins(self, call: Callable[..., object]) -> PreTrainedModel:
@@ -263,23 +328,23 @@ class _Measurement:
         return self.task.loss(model, batch, None)
 
     def set_width(self, hidden: torch.Tensor, number: int) -> None:
-        """Note what one of `number` sequences has between two blocks."""
+        """Note the width of hidden states of `number` sequences between two blocks, and the bytes of each sequence."""
         self._width, self.boundary_bytes = hidden.shape[-1], float(hidden.nbytes / number)
 
 
-class _Around:
-    """One forward and backward of what is around the blocks, and the calls of blocks that it has seen."""
+class _AroundBlocks:
+    """One forward and backward of what is around the blocks, and the calls of the first block of each kind."""
 
     def __init__(self, measurement: _Measurement, number: int) -> None:
-        self.calls: dict[int, list[_Call]] = {}
+        self.calls: dict[int, list[_Call]] = defaultdict(list)
         """How the model calls the modules of a block, by the block's kind."""
         self.prologue, self.epilogue = PartTrace(), PartTrace()
         self._measurement, self._number = measurement, number
         self._last = BlockPlace(len(measurement.blocks) - 1, len(measurement.blocks[0]) - 1)
         self._outputs: dict[tuple[int, int], object] = {}
-        """What blocks gave, by kind and part."""
+        """Outputs of the first block of each kind, by the kind and by the part of the block."""
         self._first: torch.Tensor | None = None
-        """What the first block takes."""
+        """The hidden states that the first block takes."""
         self._base = 0.0
         """Bytes of activations that are held where the part begins that runs."""
         copied = measurement.stand_ins(self._call)
@@ -296,25 +361,27 @@ class _Around:
         kept = trace.held.activations - self._base
         self.epilogue = PartTrace(forward=trace.costs(Phase.forward), kept=kept)
         highest = trace.peak_of(Phase.forward).activations
-        self.epilogue.backward, peak = measurement.backward(loss)
-        self.epilogue.working = max(peak, highest) - self._base - kept
+        backward = measurement.backward(loss)
+        self.epilogue.backward = backward.costs
+        self.epilogue.working = max(backward.most_bytes, highest) - self._base - kept
         del loss
         before = measurement.begin()
         assert self._first is not None
-        self.prologue.backward, peak = measurement.backward(self._first)
-        self.prologue.working = max(0.0, peak - before)
+        backward = measurement.backward(self._first)
+        self.prologue.backward = backward.costs
+        self.prologue.working = max(0.0, backward.most_bytes - before)
         self._first = None
 
     def _call(self, place: BlockPlace, module: nn.Module, *args: object, **kwargs: object) -> object:
-        measurement, kind = self._measurement, self._measurement.kind_of_block[place.block]
+        measurement, kind = self._measurement, self._measurement.block_kinds[place.block]
         if place == BlockPlace(0, 0):
             self._first = next(_floats((args, kwargs)))
             measurement.set_width(self._first, self._number)
             trace = measurement.trace
             self.prologue = PartTrace(forward=trace.costs(Phase.forward), kept=trace.held.activations - self._base)
         if (kind, place.part) not in self._outputs:
-            inputs = tree_map_only(torch.Tensor, torch.Tensor.detach, (args, kwargs))
-            self.calls.setdefault(kind, []).append(_Call(module, inputs))
+            arguments, named = tree_map_only(torch.Tensor, torch.Tensor.detach, (args, kwargs))
+            self.calls[kind].append(_Call(module, arguments, named))
             with torch.no_grad():
                 self._outputs[kind, place.part] = module(*args, **kwargs)
         output = self._outputs[kind, place.part]
@@ -328,16 +395,18 @@ class _WideTensors:
     """Saved tensors that are as wide as the hidden states, which tensor ranks have whole."""
 
     def __init__(self, hidden: torch.Size) -> None:
+        # Hidden states are [sequences, tokens, width], or [sequences x tokens, width] within some modules.
         self._rows, self._width = (hidden[0], hidden[:-1].numel()), hidden[-1]
         self._storages: dict[int, int] = {}
+        """Bytes of each storage, by its address."""
 
     def hooks(self) -> AbstractContextManager[object]:
-        """Look at what a forward saves."""
+        """Give the context in which the tensors that a forward saves are looked at."""
         return saved_tensors_hooks(self._see, lambda tensor: tensor)
 
     @property
     def total(self) -> float:
-        """Give the bytes of all."""
+        """The bytes of all wide tensors; those that share memory count once."""
         return float(sum(self._storages.values()))
 
     def _see(self, tensor: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Factors by which real steps take longer than the limits of a device: fitted to timed steps, kept for later plans.
+"""Fits the factors by which real steps take longer than the limits of a device, to steps that were timed.
 
     step = compute x ideal + memory x ideal + kernels x ideal + link x ideal
 
@@ -21,7 +21,7 @@ from hfdist.records.lines import Line, append_line, read_lines
 
 COMPONENTS = ("compute", "memory", "kernels", "link")
 _VERSION = 1
-"""Version of the way in which ideal seconds are counted: factors of one way are wrong for another."""
+"""Version of the way in which ideal seconds are counted: steps that were planned in another way are not comparable."""
 _PRIOR = {"compute": 0.5, "memory": 0.7, "kernels": 0.7, "link": 0.7}
 """Standard deviations of the logarithms of the factors about their defaults, where no step says more."""
 _NOISE = 0.05
@@ -31,6 +31,7 @@ _OUTLIER = 1.5
 _ROUNDS = 50
 """Most steps of the fit."""
 _LEAST_SPREAD = 1.05
+"""The least spread: a step repeats within 5 % at best, however well a few timed ones agree."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -42,23 +43,23 @@ class Factors:
     kernels: float
     link: float
     spread: float
-    """A step lies between its seconds over this, and times this."""
+    """Range of a step: from its seconds divided by this, to its seconds multiplied by this."""
     num_steps: int = 0
     """Number of timed steps from which these factors come; 0: none, they are defaults."""
 
     def times(self, name: str, factor: float) -> Factors:
-        """Give these factors with that of one component so many times as large."""
+        """Give a copy in which the factor of the component `name` is `factor` times as large."""
         return replace(self, **{name: factor * getattr(self, name)})
 
     def apply(self, ideal: Mapping[str, float]) -> float:
-        """Give the seconds of a step from its components."""
+        """Give the seconds of a step from its ideal seconds by component."""
         return sum(getattr(self, name) * ideal.get(name, 0.0) for name in COMPONENTS)
 
 
 # Not measured by hfdist. Streaming kernels reach about 75 % of a data sheet's bandwidth, and NCCL about 80 % of a
-# link's; the share of the peak is the device's own. Five published runs lie within 21 % (test_published.py).
+# link's; the share of the peak is the device's own. Five published runs lie within 21 %.
 _OF_GPUS = Factors(compute=1.0, memory=1.35, kernels=1.0, link=1.25, spread=1.4)
-# `measure_cpu` gives speeds that were reached.
+# Speeds of a CPU are measured on it, and so are near what steps reach.
 _OF_CPUS = Factors(compute=1.15, memory=1.0, kernels=1.0, link=1.0, spread=1.4)
 
 
@@ -95,12 +96,15 @@ def read_steps(path: Path, hardware: str) -> list[TimedStep]:
 
 
 def _parse(values: Line) -> TimedStep | None:
+    """Read one line; None: it is damaged, or of another version."""
+    # Lines of the first version have no number, and the field has a default.
+    if values.get("version") != _VERSION:
+        return None
     try:
         known = {field.name: values[field.name] for field in fields(TimedStep) if field.name in values}
         step = TimedStep(**known)
         ideal = sum(step.ideal.get(name, 0.0) for name in COMPONENTS)
-        is_right = "version" in values and step.version == _VERSION
-        is_right = is_right and 0 < step.step_seconds < math.inf and 0 < ideal < math.inf
+        is_right = 0 < step.step_seconds < math.inf and 0 < ideal < math.inf
     except (TypeError, AttributeError):
         return None
     return step if is_right else None
@@ -140,6 +144,12 @@ def calibrate(steps: Iterable[TimedStep], hardware: Hardware) -> Factors:
 
 
 def _spread(errors: Sequence[float], default: float) -> float:
-    """Give two standard deviations of the errors; the default counts as one more error."""
-    squares = [error**2 for error in errors] + [(float(np.log(default)) / 2) ** 2 / len(errors)]
-    return max(_LEAST_SPREAD, float(np.exp(2 * np.sqrt(sum(squares) / len(squares)))))
+    """Give the spread of a step: two standard deviations of the errors (logarithms).
+
+    Few steps say little about it, so the default adds to the mean square: as much as one error in so many steps.
+    """
+    # The default is two standard deviations, too.
+    of_default = (math.log(default) / 2) ** 2 / len(errors)
+    squares = [*(error**2 for error in errors), of_default]
+    deviation = math.sqrt(sum(squares) / len(squares))
+    return max(_LEAST_SPREAD, math.exp(2 * deviation))

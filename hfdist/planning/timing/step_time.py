@@ -1,13 +1,14 @@
-"""Seconds of a step: each phase by the limits of the device, the traffic that no computation hides, and the bubble.
+"""Computes the seconds of a step: its phases, the traffic that no computation hides, and the bubble of a pipeline.
 
-    phase       on a GPU the longer of its arithmetic and memory traffic, and of starting its operations; on a CPU all
+    phase       on a GPU the longer of two: its arithmetic and memory traffic, or the start of its operations; on a CPU
+                their sum
     traffic     a ring's or an exchange's bytes, by the slowest link on its way, and the hops of each call; hidden as
                 far as its layout runs it beside a phase that lasts as long, but never its first or last message. What
                 one phase hides takes turns on the links. On a CPU nothing hides it: cores do both
     pipeline    the schedule's own list of actions, with the seconds of each stage; or, where the costs of one rank
                 stand for all, its bubble's formula
 
-Factors (calibration.py) say how far from its limits a device stays.
+Factors, fitted to timed steps, say by how much a device stays below its limits.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import math
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from hfdist.config.hardware import START_SECONDS, Hardware
 from hfdist.config.strategy import Offload
@@ -33,12 +35,12 @@ from hfdist.topology import MODEL_AXES
 _LEFT_OF_FUSED = 0.67
 """Share of memory traffic and of operations that is left where blocks are compiled: by published runs."""
 _SPLIT_AGAIN = 0.5
-"""Share of a backward's memory traffic that its two halves have besides: they read again what came to each matrix.
+"""Additional memory traffic of a backward in two halves, as a share of its own: both read the inputs of each matrix.
 
 Measured on a CPU, two halves take 1.10 of a whole backward at a width of 320, and 1.01 to 1.02 at 1,024.
 """
 _SLOPE = 1e-6
-"""By which share a factor is made larger to find how a step depends on it."""
+"""The share by which a factor is made larger, to find how the seconds of a step depend on it."""
 _PIPELINE = "pipeline"
 _IN_BLOCKS = tuple(axis for axis in MODEL_AXES if axis != _PIPELINE)
 """Axes whose ranks wait for each other within each block."""
@@ -46,11 +48,11 @@ _IN_BLOCKS = tuple(axis for axis in MODEL_AXES if axis != _PIPELINE)
 
 @dataclass(frozen=True, kw_only=True)
 class StepParts:
-    """A step's time, and what it is made of without factors."""
+    """The time of a step, and its seconds by component, without factors."""
 
     time: StepTime
     ideal: dict[str, float]
-    """Seconds of `COMPONENTS` in the step, waiting included: what `TimedStep.ideal` keeps."""
+    """Seconds of the step by component (`COMPONENTS`) before its factor is applied, waiting included."""
 
 
 def step_time(
@@ -63,10 +65,10 @@ def step_time(
     """Give the time of a step.
 
     Args:
-        costs: costs of one rank, which stands for all; or of one rank of each stage of a pipeline, in order.
-        strategy: strategy of the layout.
-        hardware: hardware of all ranks.
-        train: precision, and whether blocks are computed again.
+        costs: the costs of one rank, which stands for all; or of each rank of a pipeline, in order.
+        strategy: the strategy of the layout.
+        hardware: the hardware of all ranks.
+        train: the run's `train` config: precision, compilation, activation checkpointing.
         factors: factors of a calibration; None: the defaults.
     """
     factors = default_factors(hardware) if factors is None else factors
@@ -80,15 +82,16 @@ def step_parts(
     train: TrainConfig,
     factors: Factors | None = None,
 ) -> StepParts:
-    """Give the time of a step and its components; see `step_time`."""
+    """Give the time of a step and its seconds by component; the arguments are those of `step_time`."""
     factors = default_factors(hardware) if factors is None else factors
-    every = _listed(costs)
-    whole = _time(every, strategy, _Clock(hardware, train, strategy, factors))
-    # With all factors twice as large a step takes twice as long. So the slopes, times the factors, add up to the step.
+    ranks = _listed(costs)
+    whole = _time(ranks, strategy, _Clock(hardware, train, strategy, factors))
+    # With all factors twice as large a step takes twice as long. So the slopes, times the factors, add up to the step:
+    # a slope is what the component takes before its factor, and only where it is not hidden.
     ideal = {}
     for name in COMPONENTS:
         longer = factors.times(name, 1 + _SLOPE)
-        more = _time(every, strategy, _Clock(hardware, train, strategy, longer))
+        more = _time(ranks, strategy, _Clock(hardware, train, strategy, longer))
         ideal[name] = max(0.0, (more.seconds - whole.seconds) / (getattr(factors, name) * _SLOPE))
     return StepParts(time=whole, ideal=ideal)
 
@@ -98,7 +101,7 @@ def _listed(costs: RankCosts | Sequence[RankCosts]) -> list[RankCosts]:
 
 
 class _Clock:
-    """Turns costs into seconds."""
+    """Turns operations and traffic of a rank into seconds, on one hardware."""
 
     def __init__(self, hardware: Hardware, train: TrainConfig, strategy: Strategy, factors: Factors) -> None:
         self.hardware, self.train, self.factors = hardware, train, factors
@@ -111,10 +114,11 @@ class _Clock:
     def compute(self, costs: OpCosts) -> float:
         """Give the seconds of some operations."""
         factors, hardware = self.factors, self.hardware
-        works = factors.compute * costs.flops / self._peak
-        works += factors.memory * self._left * costs.moved_bytes / hardware.bytes_per_second
+        seconds = factors.compute * costs.flops / self._peak
+        seconds += factors.memory * self._left * costs.moved_bytes / hardware.bytes_per_second
         starts = factors.kernels * self._left * costs.kernels * hardware.kernel_seconds
-        return works + starts if hardware.is_cpu else max(works, starts)
+        # A GPU works while the host starts the next operations; a CPU does both itself.
+        return seconds + starts if hardware.is_cpu else max(seconds, starts)
 
     def step(self, costs: OpCosts) -> float:
         """Give the seconds of the optimizer's step; if its state is offloaded, by the host's memory."""
@@ -124,62 +128,74 @@ class _Clock:
 
     def send(self, traffic: AxisTraffic) -> float:
         """Give the seconds of the traffic of an axis in a step, if nothing hides it."""
-        link, hop = self.hardware.link(crosses_machines=False)
-        network, far_hop = self.hardware.link(crosses_machines=True)
-        seconds = traffic.sent_bytes / link
-        if traffic.crosses_machines and traffic.kind in (ALL_TO_ALL, SEND):
-            # Each peer gets its own part.
-            far = (traffic.size - traffic.machine_ranks) / max(1, traffic.size - 1)
-            seconds = max(traffic.sent_bytes * (1 - far) / link, traffic.sent_bytes * far / network)
-        elif traffic.crosses_machines:
+        link, link_latency = self.hardware.link(crosses_machines=False)
+        network, network_latency = self.hardware.link(crosses_machines=True)
+        if not traffic.crosses_machines:
+            seconds = traffic.sent_bytes / link
+        elif traffic.kind in (ALL_TO_ALL, SEND):
+            # Each peer gets its own part: this share of the bytes goes to other machines, the rest stays within.
+            outside = (traffic.size - traffic.machine_ranks) / max(1, traffic.size - 1)
+            seconds = max(traffic.sent_bytes * (1 - outside) / link, traffic.sent_bytes * outside / network)
+        else:
             # Rings leave a machine over the links of all its ranks.
             seconds = traffic.sent_bytes / min(link, network * traffic.machine_ranks)
-        near, far = _hops(traffic, on_cpu=self.hardware.is_cpu)
+        hops = _hops(traffic, on_cpu=self.hardware.is_cpu)
         start = 0.0 if self.hardware.is_cpu else START_SECONDS
-        return self.factors.link * (seconds + traffic.calls * (start + near * hop + far * far_hop))
+        latency = start + hops.in_machine * link_latency + hops.between_machines * network_latency
+        return self.factors.link * (seconds + traffic.calls * latency)
 
 
-def _hops(traffic: AxisTraffic, *, on_cpu: bool) -> tuple[int, int]:
-    """Count the messages of a call that wait for each other, within a machine and between machines.
+class _Hops(NamedTuple):
+    """Messages of one call that are sent one after the other."""
+
+    in_machine: int
+    between_machines: int
+
+
+def _hops(traffic: AxisTraffic, *, on_cpu: bool) -> _Hops:
+    """Count the messages of a call that wait for each other.
 
     A ring passes on n - 1 parts, an all-reduce twice as many, as gloo does. NCCL sends to all peers of an exchange at
     once, and its all-reduce is a chain within each machine and a tree between them, which sends no more bytes.
     """
-    num_machines = -(-traffic.size // traffic.machine_ranks) if traffic.crosses_machines else 1
+    num_machines = math.ceil(traffic.size / traffic.machine_ranks) if traffic.crosses_machines else 1
     if traffic.kind == SEND or (traffic.kind == ALL_TO_ALL and not on_cpu):
-        return (0, 1) if num_machines > 1 else (1, 0)
-    times = 2 if traffic.kind == ALL_REDUCE else 1
+        return _Hops(0, 1) if num_machines > 1 else _Hops(1, 0)
     if traffic.kind == ALL_REDUCE and not on_cpu:
-        in_machine = traffic.size if num_machines == 1 else traffic.machine_ranks
-        return times * (in_machine - 1), times * math.ceil(math.log2(num_machines))
-    between = times * (num_machines - 1)
-    return times * (traffic.size - 1) - between, between
+        chain = traffic.size if num_machines == 1 else traffic.machine_ranks
+        # Up to the root of the tree, and down again.
+        return _Hops(2 * (chain - 1), 2 * math.ceil(math.log2(num_machines)))
+    rounds = 2 if traffic.kind == ALL_REDUCE else 1
+    between = rounds * (num_machines - 1)
+    return _Hops(rounds * (traffic.size - 1) - between, between)
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Rank:
-    """Seconds of one rank."""
+    """Seconds of one rank in a step, by what it does."""
 
     stages: list[StageSeconds]
     """Seconds of a micro batch in each stage that the rank runs."""
     optimizer: float
     exposed: dict[str, float] = field(default_factory=dict)
-    """Seconds by axis, without what is in the blocks of a pipeline, and without messages between its stages."""
+    """Seconds of traffic that nothing hides, by axis; without messages between the stages of a pipeline."""
     message: float = 0.0
     """Seconds of a message from one stage to the next."""
 
     def busy(self, num_microbatches: int) -> float:
+        """Give the seconds in which the rank computes so many micro batches."""
         return num_microbatches * sum(stage.forward + stage.backward for stage in self.stages)
 
     @property
-    def again(self) -> float:
+    def split_seconds(self) -> float:
         """Seconds by which the backwards of a micro batch take longer in two halves."""
         return sum(stage.input_half + stage.weight_half - stage.backward for stage in self.stages)
 
 
-def _time(every: list[RankCosts], strategy: Strategy, clock: _Clock) -> StepTime:
+def _time(costs_of_ranks: list[RankCosts], strategy: Strategy, clock: _Clock) -> StepTime:
+    """Put a step together: the slowest rank's computation, the longest waits, and a pipeline's bubble."""
     num_microbatches = strategy.batch.num_microbatches
-    ranks = [_rank_seconds(costs, num_microbatches, clock) for costs in every]
+    ranks = [_rank_seconds(costs, num_microbatches, clock) for costs in costs_of_ranks]
     slowest = max(ranks, key=lambda rank: rank.busy(num_microbatches))
     busy, bubble = slowest.busy(num_microbatches), 0.0
     # All ranks wait for the slowest optimizer step.
@@ -189,31 +205,36 @@ def _time(every: list[RankCosts], strategy: Strategy, clock: _Clock) -> StepTime
         for axis, seconds in rank.exposed.items():
             exposed[axis] = max(exposed[axis], seconds)
     if strategy.topology.pipeline > 1:
-        bubble, waiting = _pipeline(ranks, strategy, clock, busy)
-        exposed[_PIPELINE] += waiting
-        # The stages' seconds include these.
-        inside = {axis: exposed.get(axis, 0.0) for axis in _IN_BLOCKS}
-        busy -= sum(inside.values())
+        waits = _pipeline_waits(ranks, strategy, clock, busy)
+        bubble = waits.bubble
+        exposed[_PIPELINE] += waits.messages
+        # The seconds of stages include those of the traffic in their blocks, which are counted by axis.
+        busy -= sum(exposed.get(axis, 0.0) for axis in _IN_BLOCKS)
     time = StepTime(compute=busy + optimizer, bubble=bubble, exposed=dict(exposed))
     spread = clock.factors.spread
     return replace(time, low=time.seconds / spread, high=time.seconds * spread)
 
 
 def _rank_seconds(costs: RankCosts, num_microbatches: int, clock: _Clock) -> _Rank:
+    """Give the seconds of a rank; in a pipeline its stages take longer by the traffic in their blocks."""
     forwards = [clock.compute(stage.forward) for stage in costs.stages]
     backwards = [clock.compute(stage.backward) for stage in costs.stages]
-    room = {Phase.forward: sum(forwards), Phase.backward: sum(backwards)}
-    exposed, message = _exposed(costs.traffic, room, clock)
+    phase_seconds = {Phase.forward: sum(forwards), Phase.backward: sum(backwards)}
+    messages = [sent for sent in costs.traffic if sent.kind == SEND]
+    message = max((clock.send(sent) / sent.calls for sent in messages), default=0.0)
+    others = [sent for sent in costs.traffic if sent.kind != SEND]
+    exposed = _exposed(others, phase_seconds, clock)
     in_blocks = sum(exposed.get(axis, 0.0) for axis in _IN_BLOCKS) / num_microbatches
-    if any(one.kind == SEND for one in costs.traffic):
+    if messages:
         # Half of the waiting is in the forward and half in the backward of each stage.
         each = in_blocks / len(costs.stages) / 2
         forwards, backwards = [s + each for s in forwards], [s + each for s in backwards]
-    again = [_SPLIT_AGAIN * clock.compute(replace(stage.backward, flops=0.0)) for stage in costs.stages]
+    split = [_SPLIT_AGAIN * clock.compute(replace(stage.backward, flops=0.0)) for stage in costs.stages]
     return _Rank(
         stages=[
-            StageSeconds(forward, backward, *[(backward + more) / 2] * 2)
-            for forward, backward, more in zip(forwards, backwards, again, strict=True)
+            # The two halves of a backward, of its inputs and of its weights, take equally long.
+            StageSeconds(forward, backward, input_half=(backward + more) / 2, weight_half=(backward + more) / 2)
+            for forward, backward, more in zip(forwards, backwards, split, strict=True)
         ],
         optimizer=clock.step(costs.optimizer),
         exposed=exposed,
@@ -221,35 +242,51 @@ def _rank_seconds(costs: RankCosts, num_microbatches: int, clock: _Clock) -> _Ra
     )
 
 
-def _exposed(traffic: Sequence[AxisTraffic], room: dict[Phase, float], clock: _Clock) -> tuple[dict[str, float], float]:
-    """Give the seconds of traffic that are not hidden, by axis, and those of one message between stages."""
+def _exposed(traffic: Sequence[AxisTraffic], phase_seconds: dict[Phase, float], clock: _Clock) -> dict[str, float]:
+    """Give the seconds of traffic that nothing hides, by axis.
+
+    Args:
+        traffic: traffic of a step, without messages between stages.
+        phase_seconds: seconds of the computation of one micro batch, by phase.
+        clock: the clock of the hardware.
+    """
     exposed: dict[str, float] = defaultdict(float)
-    # Seconds in which a phase may still hide traffic, in so many micro batches.
-    counts = {one.microbatches for one in traffic}
-    left = {(phase, count): seconds * count for phase, seconds in room.items() for count in counts}
-    message = 0.0
-    for one in traffic:
-        seconds = clock.send(one)
-        if one.kind == SEND:
-            message = seconds / one.calls
-            continue
-        if one.overlaps is not None and not clock.hardware.is_cpu:
-            place = one.overlaps, one.microbatches
-            hidden = min(max(0.0, left[place]), seconds * (1 - one.microbatches / max(one.calls, one.microbatches)))
-            for other in left:
-                if other[0] is one.overlaps:
+    # Traffic of some micro batches only is hidden by these alone. So what may still hide traffic is counted by the
+    # phase, and by the number of micro batches that send.
+    counts = {sent.microbatches for sent in traffic}
+    left = {(phase, count): seconds * count for phase, seconds in phase_seconds.items() for count in counts}
+    for sent in traffic:
+        seconds = clock.send(sent)
+        if sent.overlaps is not None and not clock.hardware.is_cpu:
+            # One message of each micro batch, its first or its last, has no computation beside it.
+            num_messages = max(sent.calls, sent.microbatches)
+            can_hide = seconds * (1 - sent.microbatches / num_messages)
+            hidden = min(max(0.0, left[sent.overlaps, sent.microbatches]), can_hide)
+            for phase, count in left:
+                if phase is sent.overlaps:
                     # Links are in use in each of these micro batches, of which the last ones hide other traffic, too.
-                    left[other] -= hidden * min(1.0, other[1] / one.microbatches)
+                    left[phase, count] -= hidden * min(1.0, count / sent.microbatches)
             seconds -= hidden
-        exposed[one.axis] += seconds
-    return exposed, message
+        exposed[sent.axis] += seconds
+    return exposed
 
 
-def _pipeline(ranks: list[_Rank], strategy: Strategy, clock: _Clock, busy: float) -> tuple[float, float]:
-    """Give the seconds in which the slowest rank waits for others, and those more for messages."""
+class _PipelineWaits(NamedTuple):
+    """Seconds of a step in which the slowest rank of a pipeline waits."""
+
+    bubble: float
+    """Seconds for the computation of other ranks."""
+    messages: float
+    """Seconds besides, for messages between stages."""
+
+
+def _pipeline_waits(ranks: list[_Rank], strategy: Strategy, clock: _Clock, busy: float) -> _PipelineWaits:
+    """Find how long the slowest rank waits: by the schedule's actions if each rank is known, else by a formula.
+
+    `busy`: seconds in which the slowest rank computes.
+    """
     config, num_ranks = strategy.config, strategy.topology.pipeline
     num_microbatches = strategy.batch.num_microbatches
-    per_rank = stages_per_rank(config.schedule, config.stages_per_rank)
     message = max(rank.message for rank in ranks)
     splits = not (clock.train.gradient_checkpointing or clock.train.compile is Compile.blocks)
     if len(ranks) == num_ranks:
@@ -259,17 +296,21 @@ def _pipeline(ranks: list[_Rank], strategy: Strategy, clock: _Clock, busy: float
         whole = simulate(
             config.schedule, seconds, num_microbatches, message, splits_backward=splits, sender_waits=on_cpu
         )
-        return _bubble(busy, alone, clock), max(0.0, whole - alone)
-    idle = bubble_fraction(
+        return _PipelineWaits(_bubble(busy, alone, clock), max(0.0, whole - alone))
+    per_rank = stages_per_rank(config.schedule, config.stages_per_rank)
+    idle_share = bubble_fraction(
         config.schedule, num_ranks=num_ranks, stages_per_rank=per_rank, num_microbatches=num_microbatches
     )
     share = split_share(config.schedule, num_ranks, num_microbatches) if splits else 0.0
-    again = share * num_microbatches * max(rank.again for rank in ranks)
+    split = share * num_microbatches * max(rank.split_seconds for rank in ranks)
     # Messages of the first and the last micro batch are waited for; on a CPU, which sends itself, all are.
     waited = 2 * (num_ranks - 1) + (2 * num_microbatches * per_rank if clock.hardware.is_cpu else 0)
-    return _bubble(busy, (busy + again) / (1 - idle), clock), waited * message
+    return _PipelineWaits(_bubble(busy, (busy + split) / (1 - idle_share), clock), waited * message)
 
 
 def _bubble(busy: float, whole: float, clock: _Clock) -> float:
-    """Give the seconds of a bubble. Ranks that share cores compute faster while others wait."""
+    """Give the seconds of a bubble, from those of the slowest rank and of the whole pipeline.
+
+    Ranks that share cores compute faster while others wait: `core_share` says by how much.
+    """
     return max(0.0, whole * clock.hardware.core_share - busy)

@@ -85,7 +85,7 @@ def run_step(
     engine.clip_grad_norm(config.train.max_grad_norm)
     optimizer.step()
     optimizer.zero_grad()
-    task.once()
+    task.compute_once()
 
 
 def prepare_as_trainer(model: nn.Module, config: RunConfig) -> None:

@@ -56,7 +56,7 @@ _MICROBATCHES = 2
 
 
 class _Values(TorchDispatchMode):
-    """Gives what DeepSpeed asks a fake tensor for: a norm of 1, no overflow, and equal values everywhere."""
+    """Answers for the values that fake tensors lack: a norm is 1, nothing overflows, all tensors are equal."""
 
     def __torch_dispatch__(
         self, operation: Operation, types: tuple[type, ...], args: Arguments = (), kwargs: Named | None = None
@@ -69,7 +69,7 @@ class _Values(TorchDispatchMode):
 
 
 class _Addresses(TorchFunctionMode):
-    """Gives an aligned address for what has none."""
+    """Gives 0, an aligned address, as the address of each fake tensor: it has no memory."""
 
     def __torch_function__(
         self,
@@ -88,24 +88,27 @@ def deepspeed_on_fake_tensors(topology: Topology) -> Iterator[None]:
     """Start DeepSpeed in the fake process group, or in one of this rank alone; at the end that group is gone."""
     rank, world_size = topology.rank, topology.world_size
     places = {"RANK": str(rank), "LOCAL_RANK": "0", "WORLD_SIZE": str(world_size)}
-    # Private: by these two ZeRO-3 compares what it gathers with rank 0, which is not there.
-    alike: Any = {"assert_lst_len_same_as_other_ranks": lambda _: None, "get_lst_from_rank0": lambda numbers: numbers}
+    # Private functions of ZeRO-3: with these two it compares what it gathers with rank 0, which does not exist here.
+    without_rank0: Any = {
+        "assert_lst_len_same_as_other_ranks": lambda _: None,
+        "get_lst_from_rank0": lambda numbers: numbers,
+    }
     # float16 is for GPUs, and a plan may be of one. Nothing fake can be pinned.
-    able: Any = {"is_fp16_supported": lambda: True, "pin_memory": lambda tensor, **_: tensor}
+    as_on_gpu: Any = {"is_fp16_supported": lambda: True, "pin_memory": lambda tensor, **_: tensor}
     if not dist.is_initialized():
         dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=world_size)
     with (
         patch.dict(os.environ, places),
-        patch.multiple(utils, **alike),
-        patch.multiple(get_accelerator(), **able),
+        patch.multiple(utils, **without_rank0),
+        patch.multiple(get_accelerator(), **as_on_gpu),
         patch.object(stage3, "reduce_scatter_coalesced", _reduce_scatter),
-        # ZeRO-3 puts its own in its place, and leaves it there.
+        # ZeRO-3 replaces this function by its own, and does not put it back: `patch` does.
         patch.object(nn.functional, "linear", nn.functional.linear),
-        # There is one device, and torch cannot replace fake parameters that are referred to.
+        # There is only one device. And torch cannot replace fake parameters to which something else refers.
         patch.object(nn.Module, "to", lambda module, *_, **__: module),
-        # accelerate's makes sure that there is an Accelerator.
+        # accelerate's wrapper of the optimizer refuses to work without an Accelerator.
         patch.object(pipelines_zero, "DeepSpeedOptimizerWrapper", lambda optimizer: optimizer),
-        # It warns of what the run will warn of.
+        # DeepSpeed would warn here of what the run will warn of.
         patch.object(logging.getLogger("DeepSpeed"), "disabled", True),
         _Values(),
         _Addresses(),
@@ -119,7 +122,10 @@ def deepspeed_on_fake_tensors(topology: Topology) -> Iterator[None]:
 
 
 def _reduce_scatter(tensors: list[torch.Tensor], group: dist.ProcessGroup | None = None) -> list[torch.Tensor]:
-    """Hold what DeepSpeed's own holds; that cuts each gradient once for each rank, of which there may be thousands."""
+    """Give this rank's share of each gradient, in as much memory as DeepSpeed's own function holds.
+
+    DeepSpeed's own cuts each gradient once for each rank: with thousands of ranks that takes minutes.
+    """
     size, rank = dist.get_world_size(group), dist.get_rank(group)
     shares = [math.ceil(tensor.numel() / size) for tensor in tensors]
     is_even = len(tensors) == 1 and tensors[0].numel() % size == 0
@@ -143,15 +149,15 @@ def trace_deepspeed(
     """Trace a later step of a ZeRO engine; call it in `deepspeed_on_fake_tensors`.
 
     Args:
-        config: of the run.
-        strategy: whose config DeepSpeed reads.
-        engine: from `strategy.build`.
-        task: of the run.
-        make_optimizer: gives the optimizer of the engine's model.
-        trace: is given what the step holds and costs.
+        config: the run's config.
+        strategy: the strategy whose config DeepSpeed reads.
+        engine: the engine that `strategy.build` has given.
+        task: the batches and the loss of the run.
+        make_optimizer: makes the optimizer of the engine's model.
+        trace: the trace that counts what the step holds and costs.
 
     Returns:
-        What the rank holds between steps.
+        The memory that the rank holds between steps, in bytes by kind.
     """
     model = engine.model
     # DeepSpeed casts the weights themselves.
@@ -178,7 +184,7 @@ def trace_deepspeed(
 
 
 def name_what_is_held(engine: Engine, prepared: deepspeed.DeepSpeedEngine, trace: Trace) -> None:
-    """Tell the trace what lies where between steps."""
+    """Tell the trace which memory is weights, optimizer state or buffers between two steps."""
     weights = [getattr(parameter, "ds_tensor", parameter) for parameter in engine.model.parameters()]
     zero = prepared.optimizer
     trace.hold_rest(BUFFERS)
@@ -227,5 +233,5 @@ def _run_step(
         if is_last:
             trace.phase = Phase.optimizer
             prepared.step()
-            task.once()
+            task.compute_once()
     trace.phase = Phase.forward

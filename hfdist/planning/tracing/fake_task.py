@@ -1,6 +1,7 @@
-"""The task of a run in a plan: rows of real numbers as its data would give them, and the loss that it computes of them.
+"""The batches that a traced step reads, with real token ids, and the loss that it computes of them.
 
-Rows are those of `row_sizes`; in a micro batch of several, one is a little shorter, so that there is a mask.
+Rows have the sizes that `row_sizes` gives. In a micro batch of several rows one is a little shorter, so that there is
+a mask.
 """
 
 from __future__ import annotations
@@ -34,17 +35,17 @@ from hfdist.planning.tracing.fake_teacher import Teaching
 from hfdist.strategies.engine import Batch
 
 SHORT_DOCUMENT = 2
-"""Tokens of the second document in each traced sequence, and those by which one padded row is shorter."""
+"""Number of tokens of the second document in each traced sequence; one padded row is shorter by as many."""
 
 
 class FakeTask:
-    """What a traced step reads and computes.
+    """The batches and the loss of a traced step.
 
     Args:
-        config: of the run.
-        model: on fake tensors, whole or a rank's part.
-        loss_head: of the run.
-        teaching: of a distillation.
+        config: the run's config.
+        model: the model on fake tensors, whole or one rank's part.
+        loss_head: the loss head of the run, which computes logits in chunks; None: all logits are computed at once.
+        teaching: the loss of a distillation; None: the run is none.
     """
 
     def __init__(
@@ -54,7 +55,7 @@ class FakeTask:
         self._head = config.task.name.traits.head
         is_apart = takes_texts_apart(model, self._head)
         self.sizes = row_sizes(config, is_apart=is_apart)
-        """What a forward reads of a sequence."""
+        """Rows and tokens that a forward reads of a sequence."""
         self._is_apart = is_apart and self._head is Head.none
         pooling = config.task.pooling
         self._pooling = (Pooling.mean if is_apart else Pooling.last) if pooling is Pooling.auto else pooling
@@ -66,10 +67,10 @@ class FakeTask:
 
     @unset_fake_temporarily()
     def batch(self, num_sequences: int, *, is_alone: bool = False) -> Batch:
-        """Make a batch of real numbers, with what is kept of a teacher.
+        """Make a batch of real token ids and labels; with those of a teacher that are kept on disk.
 
         Args:
-            num_sequences: as `train.micro_batch_size` counts them.
+            num_sequences: number of sequences, as `train.micro_batch_size` counts them.
             is_alone: whether each row of next tokens is one document, without a mask.
         """
         if self._head in (Head.tokens, Head.score, Head.none):
@@ -112,7 +113,7 @@ class FakeTask:
         return {"input_ids": ids, "labels": ids.masked_fill(positions == 0, IGNORED), "position_ids": positions, **kept}
 
     def count(self, batch: Batch) -> torch.Tensor:
-        """Count the items of a batch."""
+        """Count the targets of a batch, over which the loss is a mean."""
         labels = batch["labels"]
         return ((labels[:, 1:] if self._head is Head.tokens else labels) != IGNORED).sum()
 
@@ -123,7 +124,13 @@ class FakeTask:
     # ---- what is computed ----
 
     def loss(self, prepared: nn.Module, batch: Batch, num_items: torch.Tensor | None) -> torch.Tensor:
-        """Give the loss of a micro batch, as the Trainer has it; `prepared`: as the engine gives it, or one stage."""
+        """Give the loss of a micro batch, a scalar, as the Trainer computes it.
+
+        Args:
+            prepared: the model as the engine gives it, or one stage of a pipeline.
+            batch: a batch that `batch` has made.
+            num_items: number of targets by which the sum of the losses is divided, a scalar; None: it is not divided.
+        """
         if self._head is Head.tokens and self._teaching is None:
             named = {"num_items_in_batch": num_items} if self._takes_counts else {}
             with nullcontext() if self._loss_head is None else self._loss_head.deferring(prepared):
@@ -161,7 +168,7 @@ class FakeTask:
         return pool_texts(apart.put_back(states.float(), ids.numel()), tokens, self._pooling)
 
     def _places(self, positions: torch.Tensor) -> tuple[TextTokens, TextsApart | None]:
-        """Find where the texts of a batch stand, and, where they are taken apart, in rows of their own."""
+        """Find the places of the texts in a batch; and those in rows of their own, where each text gets one."""
         num_rows, length = positions.shape
         used, size = self.sizes.texts * self.sizes.text_tokens, self.sizes.text_tokens
         is_text = (torch.arange(length) < used).repeat(num_rows, 1)
@@ -171,10 +178,11 @@ class FakeTask:
         apart = TextsApart.of(positions == 0, is_text) if self._is_apart else None
         return TextTokens(first, first + size - 1, of_token), apart
 
-    def once(self) -> None:
-        """Compute what comes once a step: of embeddings the loss of all texts of the global batch, and its gradients.
+    def compute_once(self) -> None:
+        """Compute what comes once a step: the loss of all embeddings of the global batch, and their gradients.
 
-        It comes before the first micro batch, and so after the optimizer's step of the step before.
+        A run computes it before its first micro batch. A trace begins later, so it comes after the optimizer's step.
+        Tasks without embeddings compute nothing here.
         """
         if self._head is not Head.none:
             return
@@ -191,10 +199,10 @@ class FakeTask:
 
 
 def _make_kept(task: TaskConfig, shape: tuple[int, int]) -> Batch:
-    """Make what is kept of a teacher for rows of this shape; nothing where nothing is."""
+    """Make the teacher's likeliest tokens, as they are kept on disk, for `shape` tokens; empty: the run keeps none."""
     count = task.teacher_top_k
     if count is None:
         return {}
-    # One number each: real ones may be many.
+    # One number, expanded to all tokens: real ones of so many tokens may be gigabytes.
     ids, logs = torch.zeros(count, dtype=torch.int32), torch.zeros(count + 1)
     return {TOP_IDS: ids.expand(*shape, count), TOP_LOGS: logs.expand(*shape, count + 1)}

@@ -1,6 +1,6 @@
 """The teacher of a distillation in a plan: a model without values, shared by ranks as in the run, and what it costs.
 
-Where its likeliest tokens are kept on disk, there is none, and they come with the batch.
+Where the teacher's likeliest tokens are kept on disk, no teacher runs: they come with the batch.
 """
 
 from __future__ import annotations
@@ -40,13 +40,14 @@ _PASSES = 3
 
 @dataclass(frozen=True)
 class Teaching:
-    """What a traced step computes in place of the loss of next tokens."""
+    """The loss of a distillation, which a traced step computes in place of the loss of next tokens."""
 
     task: TaskConfig
     model: PreTrainedModel | None
-    """The teacher; None: this rank has none, or its likeliest tokens are kept."""
+    """The teacher; None: no teacher runs on this rank, or its likeliest tokens are kept on disk."""
     vocabulary: int = 0
-    """Of a teacher that costs nothing, and whose logits come from nowhere; 0: it is none of these."""
+    """Size of the vocabulary of a teacher whose costs are left out: logits of this width stand for its own. 0: there is
+    no such teacher."""
 
     def tensors(self) -> Iterator[torch.Tensor]:
         """Give the teacher's weights and buffers, as this rank holds them."""
@@ -54,7 +55,7 @@ class Teaching:
             yield from (*self.model.parameters(), *self.model.buffers())
 
     def loss(self, head: LossHead | None, student: nn.Module, batch: Batch) -> torch.Tensor:
-        """Sum the divergences at the targets of a batch."""
+        """Give the sum of the divergences from the teacher over the targets of a batch, a scalar."""
         return sum_from_teacher(head, student, batch, self._rows(batch), temperature=self.task.temperature)
 
     def _rows(self, batch: Batch) -> AbstractContextManager[TeacherRows]:
@@ -70,10 +71,10 @@ class Teaching:
 
 
 def make_teaching(config: RunConfig, strategy: Strategy) -> Teaching | None:
-    """Make the teacher as this rank holds it; None: the run has next tokens to learn. Call it in a FakeTensorMode.
+    """Make the teacher as this rank holds it; None: the run has no teacher. Call it in a FakeTensorMode.
 
     Raises:
-        ConfigError: the folder holds no such model.
+        ConfigError: the folder of `task.teacher` holds no causal language model.
     """
     if not config.task.name.traits.has_teacher:
         return None
@@ -87,11 +88,11 @@ def make_teaching(config: RunConfig, strategy: Strategy) -> Teaching | None:
 
 
 def teaching_without_teacher(config: RunConfig) -> Teaching | None:
-    """Give the loss of a distillation alone, without what its teacher costs; None: next tokens are learned."""
+    """Give the loss of a distillation alone, without what its teacher costs; None: the run has no teacher."""
     if not config.task.name.traits.has_teacher:
         return None
     with unset_fake_temporarily():
-        return Teaching(config.task, None, _find(config).get_text_config().vocab_size)
+        return Teaching(config.task, None, _find_architecture(config).get_text_config().vocab_size)
 
 
 def measure_teacher(config: RunConfig) -> FrozenSizes | None:
@@ -112,7 +113,7 @@ def measure_teacher(config: RunConfig) -> FrozenSizes | None:
 
 
 def _make_without_values(config: RunConfig) -> PreTrainedModel:
-    path, precision, architecture = str(config.task.teacher), config.train.precision, _find(config)
+    path, precision, architecture = str(config.task.teacher), config.train.precision, _find_architecture(config)
     half = torch.float16 if precision is Precision.fp16 else torch.bfloat16
     dtype = torch.float32 if precision is Precision.fp32 else half
     with reading_from_hub(_KEY, path), torch.device("meta"):
@@ -120,6 +121,6 @@ def _make_without_values(config: RunConfig) -> PreTrainedModel:
     return cast(PreTrainedModel, model.requires_grad_(False).eval())
 
 
-def _find(config: RunConfig) -> PreTrainedConfig:
+def _find_architecture(config: RunConfig) -> PreTrainedConfig:
     allowed, hint = "the folder of a causal language model in safetensors", f"{_KEY}=RUN/model"
     return find_frozen(str(config.task.teacher), where=_KEY, allowed=allowed, hint=hint)

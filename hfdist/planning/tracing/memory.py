@@ -1,7 +1,9 @@
-"""Memory and operations of one rank of any layout in a step: its real engine, on fake tensors and a fake process group.
+"""Traces a step of one rank, in any layout: its real engine, on fake tensors and a fake process group.
 
-Nothing is allocated and no other process exists. The optimizer has its state, and with several micro batches gradients
-are there already when the traced one begins, so that what is traced is the last micro batch of a later step.
+Nothing is allocated and no other process exists. What is traced is the last micro batch of a later step:
+
+    fake model -> engine -> optimizer's state, gradients -> | forward -> backward -> optimizer's step
+                                                    `state` ^ `peak` and `costs`: from here to the end
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import nn
@@ -59,6 +61,16 @@ class RankTrace:
     """Memory of the rank between steps."""
 
 
+class _Traced(NamedTuple):
+    """A trace that has ended."""
+
+    trace: Trace
+    state: MemoryUse
+    """Memory between steps."""
+    stages: tuple[StageCosts, ...] | None = None
+    """Costs of each stage of a pipeline's rank; None: the trace has the costs of the whole model."""
+
+
 def trace_rank(
     config: RunConfig, architecture: PreTrainedConfig, *, world_size: int, rank: int, device_type: str = "cpu"
 ) -> RankTrace:
@@ -69,8 +81,8 @@ def trace_rank(
     what is compiled there is traced as it is written. Activations that wait in host memory count as on the device.
 
     Args:
-        config: config of the run.
-        architecture: result of `find_architecture`, with the vocabulary of the tokenizer.
+        config: the run's config.
+        architecture: the model's config, with the vocabulary of the tokenizer.
         world_size: processes of the run.
         rank: the rank to trace.
         device_type: `cpu` or `cuda`: where the run is to be.
@@ -79,29 +91,28 @@ def trace_rank(
         ConfigError: as the run itself would, before its first step.
     """
     topology, batch = plan_run(config, world_size=world_size, rank=rank)
-    # As the run has it, with what it refuses.
+    # Selected first for the whole batch, as in a run: it raises what the run would raise.
     select = partial(select_strategy, config.strategy, config.train, topology=topology, device_type=device_type)
     strategy = select(batch=batch)
     if topology.pipeline > 1:
-        # It takes time that other layouts save.
+        # Imported here: it takes time that other layouts save.
         from hfdist.planning.tracing.pipeline_trace import shorten
 
         strategy = select(batch=shorten(config, topology, batch))
-    stages: tuple[StageCosts, ...] | None = None
     with fake_ranks(topology), fake_tensors(strategy), deepspeed_of(strategy):
         if config.strategy.sharding.is_deepspeed and topology.pipeline == 1:
-            trace, state = _trace_zero(config, architecture, cast("ZeroStrategy", strategy), device_type)
+            traced = _trace_zero(config, architecture, cast("ZeroStrategy", strategy), device_type)
         elif topology.pipeline > 1:
             pipeline = cast("PipelineStrategy", strategy)
-            trace, state, stages = _trace_pipeline(config, architecture, pipeline, device_type, batch.num_microbatches)
+            traced = _trace_pipeline(config, architecture, pipeline, device_type, batch.num_microbatches)
         else:
-            trace, state = _trace_engine(config, architecture, strategy, device_type)
-    return _to_rank_trace(config, topology, trace, state, device_type, stages)
+            trace = Trace(copies_gathered=device_type == "cpu")
+            traced = _trace_engine(config, architecture, strategy, device_type, trace)
+    return _to_rank_trace(config, topology, traced, device_type)
 
 
-def _trace_zero(
-    config: RunConfig, architecture: PreTrainedConfig, strategy: ZeroStrategy, device_type: str
-) -> tuple[Trace, MemoryUse]:
+def _trace_zero(config: RunConfig, architecture: PreTrainedConfig, strategy: ZeroStrategy, device_type: str) -> _Traced:
+    """Trace a step of DeepSpeed's own engine."""
     from hfdist.planning.tracing.deepspeed_trace import trace_deepspeed
 
     trace = Trace(copies_gathered=device_type == "cpu")
@@ -117,7 +128,7 @@ def _trace_zero(
         make_optimizer=lambda: make_optimizer(config, engine, device_type, sets_up=False),
         trace=trace,
     )
-    return trace, state
+    return _Traced(trace, state)
 
 
 def _trace_pipeline(
@@ -126,16 +137,21 @@ def _trace_pipeline(
     strategy: PipelineStrategy,
     device_type: str,
     num_microbatches: int,
-) -> tuple[Trace, MemoryUse, tuple[StageCosts, ...]]:
-    """Trace a whole step, and give the costs of each stage, too."""
+) -> _Traced:
+    """Trace a whole step of a pipeline's rank, with the costs of each of its stages.
+
+    `num_microbatches`: those of the run; the strategy's own batch may be shorter.
+    """
     from hfdist.planning.tracing.pipeline_trace import PipelineTrace, plan_pipeline
 
     trace = Trace(copies_gathered=device_type == "cpu")
-    left_out = num_microbatches - strategy.batch.num_microbatches if config.strategy.schedule is Schedule.gpipe else 0
+    # Only gpipe holds all micro batches at a time, and so more than the shorter step does.
+    is_gpipe = config.strategy.schedule is Schedule.gpipe
+    left_out = num_microbatches - strategy.batch.num_microbatches if is_gpipe else 0
     recorder = PipelineTrace(trace, strategy.topology, left_out)
     look = plan_pipeline(config, strategy, recorder, on_cpu=device_type == "cpu")
-    _, state = _trace_engine(config, architecture, strategy, device_type, trace, look, recorder)
-    return trace, state, recorder.stages()
+    traced = _trace_engine(config, architecture, strategy, device_type, trace, look, recorder)
+    return traced._replace(stages=recorder.stages())
 
 
 def _trace_engine(
@@ -143,10 +159,14 @@ def _trace_engine(
     architecture: PreTrainedConfig,
     strategy: Strategy,
     device_type: str,
-    trace: Trace | None = None,
+    trace: Trace,
     before_split: Callable[[PreTrainedModel], None] = lambda _: None,
     recorder: PipelineTrace | None = None,
-) -> tuple[Trace, MemoryUse]:
+) -> _Traced:
+    """Trace a step of an engine of hfdist.
+
+    `before_split` is called with the whole model; `recorder` follows the actions of a pipeline.
+    """
     whole = make_fake_model(config, architecture, strategy, before_split)
     quantize_fake(whole, config)
     loss_head = find_loss_head(config, whole, strategy, device_type)
@@ -158,19 +178,12 @@ def _trace_engine(
         recorder.model = model
     prepare_as_trainer(model, config)
     task = FakeTask(config, cast(PreTrainedModel, model), loss_head, make_teaching(config, strategy))
-    trace = Trace(copies_gathered=device_type == "cpu") if trace is None else trace
     trace.hold((*map(local_tensor, (*model.parameters(), *task.teacher_tensors())), *model.buffers()), WEIGHTS)
     is_zero = config.strategy.sharding.is_deepspeed
     with trace if is_zero else nullcontext():
-        # DeepSpeed makes flat buffers.
+        # DeepSpeed makes flat buffers here, which count; other optimizers make nothing yet.
         optimizer = make_optimizer(config, engine, device_type)
-    if engine.compressor is not None:
-        trace.hold(engine.compressor.residuals.values(), BUFFERS)
-    for parameter in model.parameters():
-        if parameter.requires_grad:
-            parameter.register_post_accumulate_grad_hook(lambda p: trace.hold([local_tensor(p.grad)], GRADIENTS))
-    if strategy.topology.world_size > 1 and not engine.reduces_gradients:
-        put_gradients_in_buckets(model, trace)
+    _name_gradients(engine, strategy, trace)
     with trace:
         if is_zero:
             from hfdist.planning.tracing.deepspeed_trace import name_what_is_held
@@ -186,30 +199,38 @@ def _trace_engine(
         state = trace.held
         trace.forget_peak()
         run_step(config, strategy, engine, optimizer, task, trace)
-    return trace, state
+    return _Traced(trace, state)
 
 
-def _to_rank_trace(
-    config: RunConfig,
-    topology: Topology,
-    trace: Trace,
-    state: MemoryUse,
-    device_type: str,
-    stages: tuple[StageCosts, ...] | None,
-) -> RankTrace:
+def _name_gradients(engine: Engine, strategy: Strategy, trace: Trace) -> None:
+    """Let the trace count gradients, and the buffers that reduce them, by their kinds as soon as they exist."""
+    if engine.compressor is not None:
+        trace.hold(engine.compressor.residuals.values(), BUFFERS)
+    for parameter in engine.model.parameters():
+        if parameter.requires_grad:
+            parameter.register_post_accumulate_grad_hook(lambda p: trace.hold([local_tensor(p.grad)], GRADIENTS))
+    if strategy.topology.world_size > 1 and not engine.reduces_gradients:
+        put_gradients_in_buckets(engine.model, trace)
+
+
+def _to_rank_trace(config: RunConfig, topology: Topology, traced: _Traced, device_type: str) -> RankTrace:
+    """Give what a trace has found as a plan counts it: memory of the device alone, and the costs of each stage."""
+    trace, state, stages = traced
     peaks = {phase: trace.peak_of(phase) for phase in Phase}
     if device_type == "cuda" and config.strategy.offload is Offload.cpu:
         # FSDP2 leaves all but what is gathered on the host; DeepSpeed what the optimizer steps.
         on_host: dict[str, float] = {"gradients": 0, "optimizer": 0}
-        on_host |= {} if config.strategy.sharding.is_deepspeed else {"weights": 0}
-        peaks, state = {phase: replace(use, **on_host) for phase, use in peaks.items()}, replace(state, **on_host)
+        if not config.strategy.sharding.is_deepspeed:
+            on_host["weights"] = 0
+        peaks = {phase: replace(use, **on_host) for phase, use in peaks.items()}
+        state = replace(state, **on_host)
     phase = max(peaks, key=lambda phase: peaks[phase].total)
     low, high = (share * peaks[phase].total for share in _RANGES[device_type])
     peak = PeakMemory(rank=topology.rank, phase=phase, use=peaks[phase], low_bytes=low, high_bytes=high)
-    whole = StageCosts(forward=trace.costs(Phase.forward), backward=trace.costs(Phase.backward))
-    stages = (whole,) if stages is None else stages
+    if stages is None:
+        stages = (StageCosts(forward=trace.costs(Phase.forward), backward=trace.costs(Phase.backward)),)
     if config.task.name.traits.reads_twice:
-        # The first forward holds less: it keeps nothing.
+        # Each step runs two forwards. The first holds less than the second, as no backward follows it: peaks stay.
         stages = tuple(stage.with_passes(2) for stage in stages)
     costs = RankCosts(stages=stages, optimizer=trace.costs(Phase.optimizer))
     return RankTrace(peak=peak, costs=costs, state=state)

@@ -1,7 +1,9 @@
-"""A step of one rank of a pipeline on fake tensors: its own stages, through its schedule's own list of actions.
+"""Follows a rank of a pipeline through the actions of its schedule, on fake tensors: phases, and costs of each stage.
 
-A step of very many micro batches holds no more than a shorter one in which as many are alive at a time, so that is
-traced. Only gpipe keeps all: what those hold that are left out is added from the last forward to the first backward.
+A step of very many micro batches holds no more than a shorter one in which as many are alive at a time, so the shorter
+one is traced. Only gpipe keeps all. There the bytes of the micro batches that are left out are held as one tensor:
+
+    F0  F1  (F2 ... F97 are left out)  F98  B0 ...       `_others` is held from the last forward to the first backward
 """
 
 from __future__ import annotations
@@ -37,32 +39,32 @@ from hfdist.strategies.traffic import Phase
 from hfdist.topology import Topology
 
 _OF_GPIPE = 3
-"""Micro batches that are traced: what the second one keeps, those keep that are left out between it and the last."""
+"""Micro batches of gpipe that are traced: those that are left out keep as many bytes as the second one does."""
 _BACKWARDS = (Action.backward, Action.backward_input, Action.backward_weight)
 _PHASES = {Action.forward: Phase.forward, **dict.fromkeys(_BACKWARDS, Phase.backward)}
 """Phases of the actions that compute."""
 
 
 def shorten(config: RunConfig, topology: Topology, batch: BatchPlan) -> BatchPlan:
-    """Give a step of fewer micro batches in which each rank holds as many at a time; of gpipe see `PipelineTrace`."""
+    """Give a step of fewer micro batches in which each rank holds as many at a time; gpipe: three at the most."""
     schedule = config.strategy.schedule
     per_rank = stages_per_rank(schedule, config.strategy.stages_per_rank)
-    number = _fewest(schedule, topology.pipeline, per_rank, batch.num_microbatches)
+    num_microbatches = _fewest_microbatches(schedule, topology.pipeline, per_rank, batch.num_microbatches)
     return replace(
         batch,
-        num_microbatches=number,
-        global_batch_size=number * batch.micro_batch_size * batch.data_size,
+        num_microbatches=num_microbatches,
+        global_batch_size=num_microbatches * batch.micro_batch_size * batch.data_size,
     )
 
 
 @lru_cache(maxsize=64)
-def _fewest(schedule: Schedule, num_ranks: int, per_rank: int, num_microbatches: int) -> int:
+def _fewest_microbatches(schedule: Schedule, num_ranks: int, per_rank: int, num_microbatches: int) -> int:
     if schedule is Schedule.gpipe:
         return min(num_microbatches, _OF_GPIPE)
     ranks = rank_of_stage(schedule, num_ranks, per_rank)
     held = most_held(schedule, ranks, num_microbatches)
-    # No stage holds more micro batches than there are.
-    fewest = max(max(moment) for of_rank in held for moment in of_rank)
+    # A stage cannot hold more micro batches than a step has: the shorter step has at least the most that one holds.
+    fewest = max(max(moment) for moments in held for moment in moments)
     for number in range(fewest, num_microbatches):
         fits = runs_microbatches(schedule, num_ranks, per_rank, number)
         if fits and most_held(schedule, ranks, number) == held:
@@ -71,15 +73,19 @@ def _fewest(schedule: Schedule, num_ranks: int, per_rank: int, num_microbatches:
 
 
 def most_held(schedule: Schedule, ranks: tuple[int, ...], num_microbatches: int) -> list[set[tuple[int, ...]]]:
-    """Give for each rank how many micro batches of each of its stages it holds when it holds most.
+    """Give for each rank the moments in which it holds the most micro batches.
 
-    A micro batch counts until all its gradients are there. After these numbers, a tuple has for each stage whether it
-    has gradients by then. Of several moments with as many micro batches, all are listed.
+    A moment of a rank with stages a and b is a tuple of integers; moments with equally many micro batches are all in:
+
+        (micro batches of a, micro batches of b, 1 if a has gradients, 1 if b has gradients)
+
+    A micro batch counts from its forward until all its gradients are there.
     """
-    found = []
+    moments_of_ranks = []
     for own in computations(schedule, ranks, num_microbatches):
         held: dict[int, int] = dict.fromkeys(sorted({one.stage for one in own}), 0)
         has_gradients = dict.fromkeys(held, 0)
+        # Micro batches that are held in each moment.
         moments: dict[tuple[int, ...], int] = {}
         for one in own:
             if one.operation is Operation.forward:
@@ -89,17 +95,17 @@ def most_held(schedule: Schedule, ranks: tuple[int, ...], num_microbatches: int)
                 held[one.stage] -= 1
                 has_gradients[one.stage] = 1
         most = max(moments.values())
-        found.append({moment for moment, number in moments.items() if number == most})
-    return found
+        moments_of_ranks.append({moment for moment, number in moments.items() if number == most})
+    return moments_of_ranks
 
 
 class PipelineTrace(Recorder):
     """Follows the actions of a rank: tells the trace which phase has come, and sums the costs of each stage.
 
     Args:
-        trace: of the rank.
-        topology: of the run.
-        left_out: micro batches that a gpipe would keep beside those that are traced.
+        trace: the trace of the rank.
+        topology: the topology of the run, with the rank's place in it.
+        left_out: number of micro batches that gpipe would keep beside those that are traced.
     """
 
     def __init__(self, trace: Trace, topology: Topology, left_out: int) -> None:
@@ -107,12 +113,15 @@ class PipelineTrace(Recorder):
         self._trace = trace
         self._left_out = left_out
         self.model: nn.Module | None = None
-        """Model whose gradients are named as such."""
+        """The rank's part of the model, set once it is built: the trace counts its gradients."""
         self._costs: dict[tuple[int, Phase], OpCosts] = defaultdict(OpCosts)
         self._forwards: dict[int, int] = defaultdict(int)
+        """Number of forwards of each stage so far."""
         self._is_begun = False
         self._kept = 0.0
+        """Bytes of activations that the last forward has left."""
         self._others: torch.Tensor | None = None
+        """As many bytes as the micro batches that are left out keep."""
 
     def stages(self) -> tuple[StageCosts, ...]:
         """Give the costs of one micro batch in each stage of the rank, in order."""
@@ -125,7 +134,7 @@ class PipelineTrace(Recorder):
         )
 
     def span(self, action: Action, *, stage: int, microbatch: int) -> AbstractContextManager[None]:
-        """Put around each action of the rank."""
+        """Give the context of an action: it counts what the action computes; other actions, as sends, have none."""
         phase = _PHASES.get(action)
         return nullcontext() if phase is None else self._follow(phase, stage)
 
@@ -134,7 +143,7 @@ class PipelineTrace(Recorder):
         trace = self._trace
         trace.phase = phase
         if not self._is_begun:
-            # What headers are learnt from runs once, before the first step.
+            # What ran before the first action, to learn the shapes that stages hand on, is no part of a step.
             self._is_begun = True
             trace.forget_peak()
         before, held = trace.costs(phase), trace.held.activations
@@ -158,7 +167,7 @@ class PipelineTrace(Recorder):
 
 
 def find_header(model: PreTrainedModel, config: RunConfig, batch: Batch) -> Header:
-    """Describe what the first block of a whole fake model hands on."""
+    """Give the header, which describes the tensors that the first block of a whole fake model hands on."""
     blocks = find_block_parts(model)
     half = torch.float16 if config.train.precision is Precision.fp16 else torch.bfloat16
     autocast = torch.autocast("cpu", half, enabled=config.train.precision is not Precision.fp32)
@@ -170,7 +179,10 @@ def find_header(model: PreTrainedModel, config: RunConfig, batch: Batch) -> Head
 def plan_pipeline(
     config: RunConfig, strategy: PipelineStrategy, recorder: PipelineTrace, *, on_cpu: bool
 ) -> Callable[[PreTrainedModel], None]:
-    """Give what looks at the whole model, and lets the strategy build without other ranks."""
+    """Give a function that looks at the whole model, before it is split, so that the strategy needs no other rank.
+
+    A stage learns the shapes that it receives from the rank before it; a plan has no such rank.
+    """
 
     def look(model: PreTrainedModel) -> None:
         # The strategy refuses a model of one block.

@@ -3,7 +3,7 @@
 A storage counts from the operation that makes it to the moment when nothing refers to it any more, whoever lets it go:
 Python, autograd, or FSDP2, which resizes storages by itself. The garbage collector does not run meanwhile: its moments
 depend on what else the process has made, and two traces of a step must be equal. The peak is the most of all moments,
-never an estimate from a few. How an operation runs on fake tensors: fake_operations.py.
+never an estimate from a few.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ _TRAVELLING = ("fsdp", "c10d")
 """Namespaces of the operations that gather parameters and reduce gradients."""
 _aten = torch.ops.aten
 _DEVICE = torch.ops.prim.device.default
-"""Asks for the device of a fake tensor: half of all operations."""
+"""The operation that asks for the device of a fake tensor: half of all operations."""
 _GATHER = torch.ops.c10d._allgather_base_.default
 _MOVING_NOTHING = {
     _aten.empty, _aten.empty_like, _aten.empty_strided, _aten.new_empty, _aten.new_empty_strided, _aten._unsafe_view,
@@ -46,13 +46,13 @@ _FILLING = {
 }  # fmt: skip
 """Operations that take a tensor for its shape and type alone."""
 _PICKING = {_aten.gather, _aten.index, _aten.index_select, _aten.embedding}
-"""Operations that read of their first tensor what they give."""
+"""Operations that read from their first tensor only as much as they give."""
 _PLACING = {_aten.scatter_, _aten.scatter_add_, _aten.index_add_, _aten.index_put_}
-"""Operations that change a tensor in place where values go."""
+"""Operations that change some elements of their first tensor in place."""
 
 
 class _Block:
-    """The memory of a storage."""
+    """The bytes of a storage, and their kind."""
 
     __slots__ = ("kind", "reference", "size")
 
@@ -84,9 +84,10 @@ class _Counter:
 
 
 class Trace(TorchDispatchMode):
-    """Enter it around the steps that are to be seen, inside of a FakeTensorMode if the tensors are fake.
+    """A mode that counts the storages and the operations of all that runs within it, by the phase of the step.
 
-    Set `phase` before each part of a step; `hold` tells what exists already.
+    Enter it around the steps that are to be seen, inside of a FakeTensorMode if the tensors are fake. Set `phase`
+    before each part of a step, and name the tensors that exist already with `hold`.
 
     Args:
         copies_gathered: whether an all-gather holds what comes once more for a moment, as gloo's does. A fake process
@@ -102,7 +103,7 @@ class Trace(TorchDispatchMode):
         self._blocks: dict[int, _Block] = {}
         self._held = dict.fromkeys(KINDS, 0)
         self._total = 0
-        self._peaks: dict[Phase, tuple[int, tuple[int, ...]]] = {}
+        self._peaks: dict[Phase, MemoryUse] = {}
         self._counters = {phase: _Counter() for phase in Phase}
         self._patches = ExitStack()
         self._is_shape_only = False
@@ -129,12 +130,12 @@ class Trace(TorchDispatchMode):
     @property
     def peak(self) -> Moment:
         """The highest peak of all phases."""
-        phase = max(self._peaks, key=lambda phase: self._peaks[phase][0])
+        phase = max(self._peaks, key=lambda phase: self._peaks[phase].total)
         return Moment(phase, self.peak_of(phase))
 
     def peak_of(self, phase: Phase) -> MemoryUse:
         """Give the peak of a phase; zeros if the phase has not come."""
-        return MemoryUse(**dict(zip(KINDS, self._peaks.get(phase, (0, (0,) * len(KINDS)))[1], strict=True)))
+        return self._peaks.get(phase, MemoryUse())
 
     def costs(self, phase: Phase) -> OpCosts:
         """Give the costs of the operations of a phase."""
@@ -189,9 +190,9 @@ class Trace(TorchDispatchMode):
 
     def _note_peak(self) -> None:
         most = self._peaks.get(self.phase)
-        # Of equal moments the last: by then new tensors have been named.
-        if most is None or self._total >= most[0]:
-            self._peaks[self.phase] = (self._total, tuple(self._held.values()))
+        # The last of equally high moments: by then `hold` has given new tensors their kind.
+        if most is None or self._total >= most.total:
+            self._peaks[self.phase] = self.held
 
     def _freed(self, reference: _StorageReference) -> None:
         block = self._blocks.get(reference.key)
@@ -224,10 +225,10 @@ class Trace(TorchDispatchMode):
                 trace._is_shape_only = before
 
         self._patches.enter_context(collector_paused())
-        # FSDP2 frees what it has gathered so, and no operation tells it. Private to nobody: the method is public.
+        # FSDP2 frees gathered weights by resizing their storage, which is no operation. The method is public.
         self._patches.enter_context(patch.object(torch.UntypedStorage, "resize_", resize_))
-        # Private: DTensors find the shapes of what they give on whole tensors without memory, which look like the
-        # step's own here. In a run nobody holds them.
+        # A private method: it finds the shapes of a DTensor operation's outputs, by running it on whole tensors without
+        # memory. Here these look like tensors of the step.
         whole = patch.object(ShardingPropagator, "_propagate_tensor_meta_non_cached", propagate_shapes)
         self._patches.enter_context(whole)
         super().__enter__()
@@ -246,7 +247,7 @@ class Trace(TorchDispatchMode):
             # A DTensor's own operations come by themselves.
             return NotImplemented
         if operation is _DEVICE and type(args[0]) is FakeTensor:
-            # As the tensor would: inside of kernels, where it says `meta`, this mode is off.
+            # The tensor itself would give the same. Inside of kernels, where it gives `meta`, this mode is off.
             return args[0].fake_device
         kwargs = kwargs or {}
         if self._is_shape_only:
@@ -290,14 +291,14 @@ class Trace(TorchDispatchMode):
 
 
 def _moved_bytes(packet: object, args: Arguments, outputs: list[torch.Tensor]) -> int:
-    """Count what an operation reads and writes."""
+    """Give the bytes that an operation reads and writes."""
     read = [] if packet in _FILLING else [_distinct_bytes(tensor) for tensor in tensors_of(args)]
     # What is written in place is among the outputs, too, but for optimizers, which give nothing back.
     written = [_distinct_bytes(tensor) for tensor in outputs or tensors_of(args)]
     if packet in _PICKING:
         read[0] = min(read[0], written[0])
     elif packet in _PLACING:
-        # Of the values, which come last, each changes one element.
+        # The values come last, and each of them changes one element.
         read[0] = written[0] = min(read[0], read[-1])
     return sum(read) + sum(written)
 

@@ -225,7 +225,7 @@ def test_fewest_processes_are_the_first_that_fit(monkeypatch):
 
 
 def test_counts_are_shares_of_a_machine_or_whole_machines():
-    counts = [count for count in fewest._counts(8) if count <= 256]
+    counts = [count for count in fewest._numbers_of_processes(8) if count <= 256]
     assert counts == [1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64, 80, 96, 112, 128, 160, 192, 224, 256]
     assert divisors(12) == [1, 2, 3, 4, 6, 12]
 

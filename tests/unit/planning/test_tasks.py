@@ -3,7 +3,7 @@
 import pytest
 
 from hfdist.config.composition.compose import compose_config
-from hfdist.planning.make_plan import find_planned_architecture
+from hfdist.planning.planned_architecture import find_planned_architecture
 from hfdist.planning.row_sizes import RowSizes, row_sizes
 from hfdist.planning.searching.short_traces import measure_constants
 from hfdist.planning.tracing.memory import trace_rank

@@ -99,11 +99,11 @@ def test_lora_sends_no_gradients_of_what_is_frozen(llama):
 def test_a_plan_knows_what_is_trained(asked):
     config = compose_config(["model=tiny", *asked])
     architecture = AutoConfig.for_model("llama", **config.model.config)
-    flops, sizes, _ = make_plan._measure(config, architecture, is_gpu=False)
-    of_all, _, _ = make_plan._measure(compose_config(["model=tiny"]), architecture, is_gpu=False)
-    assert 0 < sizes.trained_share < 0.1
+    model = make_plan._measure_model(config, architecture, is_gpu=False)
+    whole = make_plan._measure_model(compose_config(["model=tiny"]), architecture, is_gpu=False)
+    assert 0 < model.sizes.trained_share < 0.1
     # A backward needs the gradient of what a frozen weight reads, and not that of the weight.
-    assert 2 / 3 < flops / of_all < 0.85
+    assert 2 / 3 < model.flops / whole.flops < 0.85
 
 
 def test_machines_are_full_of_neighbours(llama):
