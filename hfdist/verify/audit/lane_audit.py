@@ -140,12 +140,20 @@ class _LaneAudit:
         """Check the documents of a lane in one pool; returns whether the lane has finished the pool."""
         place = None if self._state is None else self._state.pools[pool].place
         of_pool = records[records["pool"] == pool]
-        audit = PoolAudit(of_pool, self._plan, pool, self._lane, place, begins_inside=self._audits.begins_inside)
-        audit.check(self._discrepancies)
-        if not audit.agrees_with_place:
+        audit = PoolAudit(
+            records=of_pool,
+            plan=self._plan,
+            pool=pool,
+            lane=self._lane,
+            place=place,
+            begins_inside=self._audits.begins_inside,
+            discrepancies=self._discrepancies,
+        )
+        found = audit.check()
+        if not found.agrees_with_place:
             name = f"lane {self._lane}, {self._plan.pools[pool].name}: the records do not end at {tuple(place or ())}"
             self._discrepancies.add(Discrepancy.cursor, [name], 1)
-        return audit.is_finished
+        return found.is_finished
 
 
 def are_readable(records: Records, num_pools: int, num_documents: int) -> NDArray[np.bool_]:
