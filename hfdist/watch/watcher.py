@@ -66,7 +66,7 @@ class Watcher:
         self._asks_until = 0.0
         """On rank 0: time of the clock until which `_asks_each` is set, for the answer to a request."""
         self._peers: dict[int, PeerState] = {}
-        """What was known, by rank, when this rank judged last: of all ranks on rank 0, of rank 0 and itself elsewhere."""
+        """What was known when this rank judged last, by rank: on rank 0 of all, elsewhere of rank 0 and itself."""
         self._asked: str | None = None
         """On rank 0: the newest request, the name of a folder of answers."""
         self._verdict: Diagnosis | None = None
