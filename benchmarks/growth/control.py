@@ -15,7 +15,7 @@ from hfdist.collectives import rank
 from hfdist.control_group import ControlGroup
 from hfdist.messages.message import write_message
 from hfdist.watch.heartbeat import Heartbeat, PeerState
-from hfdist.watch.store import Store, read_told
+from hfdist.watch.store import Store, read_report
 from hfdist.watch.tree import Below, Digest, find_parents
 
 MACHINE_RANKS = 8
@@ -99,7 +99,7 @@ def measure_watch(num_ranks: int, machine_ranks: int) -> WatchCosts:
         received_bytes += sum(len(line) for _, line in lines)
         begin = time.process_time()
         for number, line in lines:
-            below.hear(number, *read_told(line, len(line)), second)
+            below.hear(number, *read_report(line, len(line)), second)
         store.exchange(Heartbeat(number=second), None, 1.0)
         for _ in range(2):
             own = Digest.of(PeerState(Heartbeat(number=second)), 1.0)

@@ -1,4 +1,4 @@
-"""The certificate of a proof: comparisons of a layout with one process, and how far each may differ."""
+"""The certificate of a proof: each comparison of a layout with one process, and the largest difference it may show."""
 
 from __future__ import annotations
 
@@ -12,17 +12,24 @@ and DeepSpeed in float64: the norms of half a million elements differed by up to
 
 
 class Bounds(NamedTuple):
-    """Largest relative differences that rounding explains."""
+    """The largest relative differences that rounding explains, one for each quantity that is compared."""
 
     loss: float
     grad_norm: float
+    """Bound for the norms of gradients."""
     gradient: float
+    """Bound for the elements of gradients."""
     weight: float
+    """Bound for the elements of weights."""
     resumed: float
     """Bound for losses and weights after a resume, which does the same arithmetic once more."""
 
     def on_cpu(self, num_elements: int) -> Bounds:
-        """Give the bounds on a CPU: wider for norms of so many elements, and for gradients that they clip."""
+        """Give the bounds on a CPU: wider for norms, whose error grows with size, and for gradients that they clip.
+
+        Args:
+            num_elements: number of elements of the model's largest tensor.
+        """
         error = _NORM_ERROR * num_elements
         return self._replace(grad_norm=max(self.grad_norm, error), gradient=max(self.gradient, error))
 
@@ -33,7 +40,7 @@ BOUNDS = {
     # the weights and the gradients too. About ten times what small models show.
     Precision.bf16: Bounds(loss=2e-3, grad_norm=2e-2, gradient=1e-1, weight=5e-2, resumed=1e-4),
     Precision.fp16: Bounds(loss=5e-4, grad_norm=5e-3, gradient=3e-2, weight=1e-2, resumed=1e-4),
-    # What is rounded to float8 does not depend on the layout.
+    # All layouts round the same numbers to float8, so that the bounds of bfloat16 are enough.
     Precision.fp8: Bounds(loss=2e-3, grad_norm=2e-2, gradient=1e-1, weight=5e-2, resumed=1e-4),
 }
 
@@ -42,9 +49,13 @@ class Row(NamedTuple):
     """One comparison: the largest relative difference and where it is."""
 
     what: str
+    """Name of the quantity that is compared, such as `weights at the end`."""
     difference: float
+    """The largest relative difference."""
     worst: str
+    """Name of the tensor or the step with that difference."""
     bound: float
+    """The largest difference that passes."""
 
     @property
     def passed(self) -> bool:
@@ -56,19 +67,21 @@ class Certificate(NamedTuple):
     """All comparisons of a layout with one process."""
 
     layout: str
-    """One line for people."""
+    """The layout in words, one line."""
     rows: tuple[Row, ...]
+    """The comparisons."""
     kernels: str = ""
-    """What computed attention and the loss, and how matrices were shared; one line, too."""
+    """What computed attention and the loss, and how matrices were shared, in words, one line."""
     unlike: tuple[str, ...] = ()
     """Steps that a run has skipped or done again, a line each."""
 
     @property
     def passed(self) -> bool:
-        """Every comparison is within its bound."""
+        """Whether every comparison is within its bound."""
         return all(row.passed for row in self.rows)
 
     def __str__(self) -> str:
+        """Give a table of the comparisons, with the verdict as the last line."""
         cells = [("largest relative difference", "", "bound", "", "where")]
         cells += [
             (row.what, f"{row.difference:.1e}", f"{row.bound:.0e}", "pass" if row.passed else "FAIL", row.worst)

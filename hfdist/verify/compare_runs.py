@@ -1,8 +1,8 @@
-"""What small runs of a layout and of one process have left, compared by name.
+"""The comparison of run folders: what a layout and one process have left, tensor by tensor.
 
-Of a tensor the difference is  max |ours - reference| / max |reference|  over its elements, where the divisor is at
-least a hundredth of the largest element of all tensors of its kind: a gradient that is zero but for rounding (that of a
-key's bias, say) is judged on the scale of the model's gradients. A loss is a tensor of one element.
+The difference of two tensors is  max |ours - reference| / max |reference|  over their elements. The divisor is at least
+a hundredth of the largest element of all tensors of the kind: so a gradient that is zero but for rounding (of a key's
+bias, say) is judged on the scale of the model's gradients. A loss is a tensor of one element.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ FLOOR = 1e-2
 """Least divisor of a difference, as a share of the largest element of all tensors that are compared with it."""
 
 _MOST_ROUNDED = 0.5
-"""Share of float32 weights that may be numbers of a 16-bit type: those of norms are ones, until steps are large."""
+"""Share of float32 weights that may be numbers of a 16-bit type: weights of norms are ones until steps are large."""
 
 Named = Mapping[str, torch.Tensor]
+"""Tensors by name."""
 
 
 def certify(
@@ -35,8 +36,13 @@ def certify(
 ) -> Certificate:
     """Compare run folders that hold a checkpoint of every step.
 
-    `ours` is the run in the layout, `resumed` its second part once more from a checkpoint, `reference` the run on one
-    process. `half` is the type of the arithmetic where the optimizer must step float32 weights beside it.
+    Args:
+        layout: the layout in words, one line.
+        ours: folder of the run in the layout.
+        resumed: folder of that run's second part, trained once more from a checkpoint.
+        reference: folder of the run on one process.
+        bounds: the largest differences that pass.
+        half: the 16-bit type of the arithmetic, where the optimizer must step float32 weights; None: there is none.
     """
     last = _last_step(reference)
     resumed_losses = _metric(resumed, "loss")
@@ -56,24 +62,25 @@ def certify(
 
 
 def _share_of_rounded(weights: Named, half: torch.dtype) -> Row:
-    """Find how many weights are numbers of a 16-bit type: nearly all, where the optimizer steps no float32 weights.
+    """Find the share of weights that are numbers of a 16-bit type: near 1 where the optimizer steps no float32 weights.
 
-    This is of one run alone: both could have lost them.
+    This looks at one run alone: a comparison shows nothing where both runs have lost their float32 weights.
     """
-    is_rounded = {name: tensor.float() == tensor.to(half).float() for name, tensor in weights.items()}
-    share = sum(int(same.sum()) for same in is_rounded.values()) / max(1, sum(map(torch.numel, weights.values())))
-    worst = max(is_rounded, key=lambda name: int(is_rounded[name].sum()), default="there is nothing to compare")
+    num_rounded = {name: int((weight.float() == weight.to(half).float()).sum()) for name, weight in weights.items()}
+    num_weights = sum(weight.numel() for weight in weights.values())
+    share = sum(num_rounded.values()) / max(1, num_weights)
+    worst = max(num_rounded, key=lambda name: num_rounded[name], default="there is nothing to compare")
     return Row(f"share of {str(half).removeprefix('torch.')} weights", share, worst, _MOST_ROUNDED)
 
 
 def _unlike_steps(run_dir: Path) -> list[str]:
-    """Say which steps of a run were skipped or done again: what is compared there has not been trained in one go."""
-    said = {
+    """Say which steps of a run were skipped or done again: there the run has not trained as the others have."""
+    texts = {
         Event.skip.value: "{name}: step {step} was skipped",
         Event.rollback.value: "{name}: the ranks went back from step {step} to step {to_step}",
     }
-    lines = [line for line in read_lines(RunFolder(run_dir).events) if line.get("event") in said]
-    return [said[line["event"]].format(name=run_dir.name, **line) for line in lines]
+    lines = [line for line in read_lines(RunFolder(run_dir).events) if line.get("event") in texts]
+    return [texts[line["event"]].format(name=run_dir.name, **line) for line in lines]
 
 
 def compare_runs(ours: Path, reference: Path, bounds: Bounds) -> tuple[Row, ...]:
@@ -95,12 +102,23 @@ def compare_runs(ours: Path, reference: Path, bounds: Bounds) -> tuple[Row, ...]
 
 
 def _last_step(run_dir: Path) -> str:
-    # Without those that are unfinished.
+    """Name the last checkpoint; folders of unfinished ones have other names."""
     return max(path.name for path in RunFolder(run_dir).checkpoints.iterdir() if STEP_NAME.fullmatch(path.name))
 
 
 def compare(what: str, ours: Named, reference: Named, bound: float) -> Row:
-    """Find the largest relative difference. A name that only one has, or another shape, is an infinite one."""
+    """Find the largest relative difference of the tensors of two runs.
+
+    Args:
+        what: name of the quantity.
+        ours: tensors of the run in the layout.
+        reference: tensors of the run on one process.
+        bound: the largest difference that passes.
+
+    Returns:
+        The comparison. The difference is infinite if a tensor is in one run alone or has another shape, or if there are
+        none; it is not a number if an element is none.
+    """
     unpaired = sorted(
         name
         for name in ours.keys() | reference.keys()
@@ -126,20 +144,23 @@ def _largest(tensor: torch.Tensor) -> float:
 
 
 def _metric(run_dir: Path, key: str) -> Named:
+    """Read a metric of each step from the record of the run."""
     lines = [line for line in read_lines(RunFolder(run_dir).metrics) if key in line]
-    # A value that was not finite is null there.
+    # JSON has null for a value that was not finite.
     return {f"step {line['step']}": torch.tensor(math.nan if line[key] is None else line[key]) for line in lines}
 
 
 def _weights(run_dir: Path, step: str) -> Named:
-    """Weights by name; where an optimizer steps a float32 copy, that one."""
+    """Read weights by name: the float32 copy of a weight where the optimizer steps one."""
     saved = _saved(run_dir, step, f"{MODEL_STEM}*.safetensors") | _saved(run_dir, step, f"{ADAPTER_STEM}*.safetensors")
     return saved | _optimizer_state(run_dir, step, MASTER)
 
 
 def _gradients(run_dir: Path, step: str) -> Named:
-    """Gradients after clipping, by parameter: an average of them starts from zero, so that after the first step it is
-    the gradient times a constant, such as Adam's 1 - beta1. The constant cancels in a relative difference.
+    """Read gradients after clipping, each times one constant, by parameter, from the checkpoint of the first step.
+
+    The optimizer's average of gradients starts from zero. So after one step it is the gradient times a constant, such
+    as Adam's 1 - beta1, and the constant cancels in a relative difference.
     """
     return _optimizer_state(run_dir, step, "exp_avg") | _optimizer_state(run_dir, step, "momentum_buffer")
 

@@ -34,7 +34,7 @@ _NUM_STEPS = 5
 ARCHITECTURE = "architecture"
 """Folder beside the runs: the config of the small model, from which the run on one process makes it again."""
 _STOPPED_STEP = 3
-"""The checkpoint from which the second part is trained again."""
+"""Step of the checkpoint from which the second part is trained again."""
 _MOST_SEQUENCE_TOKENS = 128
 _MOST_MICROBATCHES = 4
 """Most micro batches of a data rank in a step; a pipeline keeps up to two for each stage."""
@@ -52,20 +52,25 @@ class Proof(NamedTuple):
     """Three configs that differ in layout, start and folder alone."""
 
     folder: Path
+    """Folder of all three runs."""
     layout: RunConfig
+    """Config of the small run in the asked layout."""
     resumed: RunConfig
+    """Config of that run's second part, from a checkpoint of the first run."""
     single: RunConfig
+    """Config of the run on one process."""
     description: str
+    """The layout, the arithmetic and the sizes in words, one line."""
     kernels: str = ""
-    """See `describe_kernels`: known once the layout has trained."""
+    """What computed attention and the loss, in words; known once the layout has trained, and empty until then."""
 
 
 def prepare_proof(config: RunConfig) -> Proof:
     """Make the asked run small, and empty `<run.dir>/prove`.
 
-    Kept are the layout, micro batches, precision, optimizer, schedule, clipping, packing and seeds. The model is made
-    small by `small_architecture`; steps, sequences and the number of micro batches are fewer; the documents are short
-    ones, of which each data rank reads its own lane.
+    The layout, micro batches, precision, optimizer, schedule, clipping, packing and seeds stay. The model becomes small
+    by `small_architecture`. There are fewer steps, sequences and micro batches. The documents are short, and each data
+    rank reads a lane of its own.
 
     Raises:
         ConfigError: sizes that do not divide, too few processes, or a saved adapter.
@@ -80,7 +85,7 @@ def prepare_proof(config: RunConfig) -> Proof:
     topology, asked = plan_run(config)
     folder = config.run.folder.proof
     if topology.is_main:
-        # The others first look into it when the process group is up, which is not before this rank has joined.
+        # Other ranks look into the folder only once the process group is up, and this rank joins it after this line.
         shutil.rmtree(folder, ignore_errors=True)
     layout = _small_run(config, asked, folder / "layout")
     checkpoints = RunFolder(folder / "layout").checkpoints
@@ -91,7 +96,7 @@ def prepare_proof(config: RunConfig) -> Proof:
     )
     model, tokenizer = layout.model, layout.model.tokenizer
     if model.gguf_file is not None:
-        # It was found by the model's name, and lies in a checkpoint.
+        # The tokenizer was found by the model's name, which changes here; each checkpoint has a copy.
         tokenizer = replace(tokenizer, name=str(checkpoints / step_name(1)), revision=None)
     single = replace(
         layout,
@@ -153,7 +158,7 @@ def _small_run(config: RunConfig, asked: BatchPlan, folder: Path) -> RunConfig:
 def _short_documents(config: DataConfig, data_size: int) -> DataConfig:
     """Read documents of the proof's own: a lane for each data rank, so that most begin and end within a sequence."""
     path = cache_dir(config) / f"{_DOCUMENTS}.jsonl"
-    # Each process does so, since no two of them know of each other yet: the same bytes, and whole once they are there.
+    # Each process asks for the file, as none knows of another yet. On each machine one writes it; the others wait.
     write_once(path, lambda file: file.writelines(_documents()))
     return replace(
         config,
@@ -171,33 +176,44 @@ def _short_documents(config: DataConfig, data_size: int) -> DataConfig:
 
 
 def _documents() -> Iterator[bytes]:
-    """Give lines of JSON: prompts of 1 to 15 words with completions of 1 to 9. Only completions are targets, so that
-    sequences differ in the number of theirs.
+    """Give lines of JSON: prompts of 1 to 15 words with completions of 1 to 9.
+
+    Only completions are targets, so that sequences have unequal numbers of targets.
     """
-    words = random.Random(0)
+    generator = random.Random(0)
     for _ in range(_NUM_DOCUMENTS):
-        prompt, completion = (" ".join(words.choices(keyword.kwlist, k=words.randint(1, most))) for most in (15, 9))
+        prompt = _random_words(generator, most=15)
+        completion = _random_words(generator, most=9)
         # The space belongs to the completion: tokenizers put it in front of a word.
         yield json.dumps({"prompt": prompt, "completion": f" {completion}"}).encode() + b"\n"
 
 
+def _random_words(generator: random.Random, most: int) -> str:
+    number = generator.randint(1, most)
+    return " ".join(generator.choices(keyword.kwlist, k=number))
+
+
 def _one_island(islands: IslandsConfig) -> IslandsConfig:
-    """Alone, what changes the mathematics left out, and with exchanges within the few steps of a proof."""
+    """Give the config of one island alone, which trains as a run without islands does.
+
+    It exchanges within the few steps of a proof. What makes an exchange change the weights is left out.
+    """
     if not islands.is_used:
         return islands
     alone = replace(islands, count=1, index=0, codec=Codec.fp32, overlap=0, mix=0.0, proximal=0.0, participation=1.0)
-    # The weights after an exchange are those before it.
+    # With these the weights after an exchange are the same as before it.
     averaging = replace(alone, outer_optimizer=OuterRule.nesterov, outer_lr=1.0, outer_momentum=0.0)
     return replace(averaging, every=2 * islands.fragments, staleness=0)
 
 
 def most_stages(strategy: StrategyConfig) -> int:
-    """No schedule has more than two stages a rank unless asked."""
+    """Give the most stages that a pipeline may have."""
+    # No schedule has more than two stages a rank unless the config asks for more.
     return strategy.pipeline * (strategy.stages_per_rank or 2)
 
 
 def _short_schedule(optimizer: OptimizerConfig, batch: BatchPlan, max_steps: int) -> OptimizerConfig:
-    """The same shape over `_NUM_STEPS`."""
+    """Give the schedule of the same shape over the steps of a proof, with an eps that keeps weights comparable."""
     asked = num_warmup_steps(optimizer, tokens_per_step=batch.tokens_per_step, max_steps=max_steps)
     warmup_steps = max(1, _NUM_STEPS * asked // max_steps) if asked > 0 else 0
     return replace(

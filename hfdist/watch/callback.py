@@ -28,6 +28,7 @@ logger = logging.getLogger(__name__)
 
 _VERDICT_SECONDS = 5.0
 """Seconds after the heartbeat within which the watch says who is missing, and ends the process."""
+# Words in errors of gloo whose connection has broken.
 _BROKEN = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "connectFullMesh")
 
 
@@ -94,8 +95,7 @@ class Watch(TrainerCallback):
                 found=first_line(error),
                 hint="the same command goes on from the last checkpoint; a rank that was killed says nothing itself",
             ) from None
-        exit_code = 0 if error is None else error.exit_code if isinstance(error, HfdistError) else 1
-        self._leave(exit_code)
+        self._leave(_exit_code(error))
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **named: object
@@ -166,7 +166,7 @@ class Watch(TrainerCallback):
         self._watcher = Watcher(self.progress, store, folder, self._heartbeat_seconds, self._record)
 
     def _record(self, verdict: Diagnosis) -> None:
-        """Write a verdict into the record of the run, if it has one."""
+        """Write a verdict into the record of the run, where the run has a record."""
         if self._start_number is None:
             return
         if verdict.is_alarm:
@@ -190,6 +190,13 @@ def is_broken_connection(error: BaseException) -> bool:
     if isinstance(error, (dist.DistBackendError, dist.DistNetworkError)):
         return True
     return isinstance(error, RuntimeError) and any(words in str(error) for words in _BROKEN)
+
+
+def _exit_code(error: BaseException | None) -> int:
+    """Give the exit code with which a process ends by this error; None: without one."""
+    if error is None:
+        return 0
+    return error.exit_code if isinstance(error, HfdistError) else 1
 
 
 def _what_follows(control: TrainerControl) -> str | None:

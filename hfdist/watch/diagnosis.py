@@ -12,14 +12,20 @@ IDLE_TIMES = 5
 """A pause between two marks may be this many times the longest so far: a busy machine, a slow shard, long sequences."""
 
 _BEATS_AFTER_A_BREAK = 2.5
+"""Beats for which a rank may be silent once a connection between two ranks has broken."""
 _LEAST_SILENT_SECONDS = 1.0
+"""Least seconds for which a rank may be silent then, however short the beats are."""
+_MOST_WAITS = 2
+"""Most collectives that a verdict names."""
 
 
 class Diagnosis(NamedTuple):
     """Why the run ends."""
 
     line: str
+    """The verdict, for people."""
     exit_code: int = PeerError.exit_code
+    """Exit code with which the processes are ended."""
 
     @property
     def is_alarm(self) -> bool:
@@ -73,7 +79,7 @@ def find_stalled(heard: Mapping[int, PeerState], heartbeat_seconds: float) -> Di
     longer than the heartbeat counts as hung.
     """
     if any(one.beat.left for one in heard.values()):
-        # They wait for one that has ended with an error, for which `find_left` gives them time.
+        # The others wait for a rank that has ended with an error: `find_left` gives them time for that.
         return None
     here = {rank: one for rank, one in heard.items() if one.beat.left is None}
     beats = {rank: one.beat for rank, one in here.items()}
@@ -82,7 +88,7 @@ def find_stalled(heard: Mapping[int, PeerState], heartbeat_seconds: float) -> Di
     idle_seconds = min(beat.idle_seconds for beat in beats.values())
     if not is_too_long(idle_seconds, max(beat.longest_idle_seconds for beat in beats.values()), heartbeat_seconds):
         return None
-    # Marks of one that skipped a collective are ahead of those that wait in it: then who is in none comes first.
+    # A rank that skipped a collective has more marks than those that wait in it: so ranks that are in none come first.
     busy = {rank: beat for rank, beat in beats.items() if beat.waits_in is None} or beats
     fewest = min(beat.marks for beat in busy.values())
     last = {rank: one for rank, one in here.items() if rank in busy and one.beat.marks == fewest}
@@ -90,8 +96,8 @@ def find_stalled(heard: Mapping[int, PeerState], heartbeat_seconds: float) -> Di
     verb = "has" if len(last) == 1 else "have"
     since = f"which {verb} made no progress for {idle_seconds:.1f} s"
     if not waiting:
-        return Diagnosis(f"{_places(last)} wait for each other: no progress for {idle_seconds:.1f} s{_where(beats)}")
-    return Diagnosis(f"{_waiting(here, last)} {_places(last)}, {since}{_where(beats)}")
+        return Diagnosis(f"{_places(last)} wait for each other: no progress for {idle_seconds:.1f} s{_waits(beats)}")
+    return Diagnosis(f"{_waiting(here, last)} {_places(last)}, {since}{_waits(beats)}")
 
 
 def name_ranks(ranks: Collection[int]) -> str:
@@ -107,6 +113,7 @@ def name_ranks(ranks: Collection[int]) -> str:
 
 
 def _waiting(here: Collection[int], awaited: Collection[int]) -> str:
+    """Say which of the ranks `here` wait for others; the name of those others follows."""
     waiting = [rank for rank in here if rank not in awaited]
     if not waiting:
         return "nobody is left to wait for"
@@ -119,10 +126,11 @@ def _places(ranks: Mapping[int, PeerState]) -> str:
     return f"{name_ranks(ranks)} (on {beat.host or '?'}, after {beat.mark}, {beat.step} steps done)"
 
 
-def _where(beats: Mapping[int, Heartbeat]) -> str:
-    waits: dict[str, int] = {}
+def _waits(beats: Mapping[int, Heartbeat]) -> str:
+    """Name the collectives in which ranks wait, each with its lowest rank; empty where none is known."""
+    lowest_ranks: dict[str, int] = {}
     for rank, beat in sorted(beats.items()):
-        if beat.waits_in is not None:
-            waits.setdefault(beat.waits_in, rank)
-    words = "; ".join(f"rank {rank} is in {name}" for name, rank in list(waits.items())[:2])
-    return f"; {words}" if words else ""
+        if beat.waits_in is not None and beat.waits_in not in lowest_ranks:
+            lowest_ranks[beat.waits_in] = rank
+    named = list(lowest_ranks.items())[:_MOST_WAITS]
+    return "".join(f"; rank {rank} is in {name}" for name, rank in named)

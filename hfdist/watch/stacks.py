@@ -1,4 +1,4 @@
-"""Stacks of this process's threads, and the collectives that it has begun. Neither variables nor environment."""
+"""Stacks of this process's threads, and the collectives that it has begun, without any value of a variable."""
 
 from __future__ import annotations
 
@@ -19,13 +19,16 @@ from torch import distributed as dist
 from hfdist.watch.heartbeat import Heartbeat
 from hfdist.watch.snapshot import Collective, Frame, Snapshot
 
-# Functions that run only while torch compiles: what it has compiled runs below other frames of the compiler, too.
+# Ends of files, and parts of names of functions in them, that run only while torch compiles. Other frames of the
+# compiler do not tell: what is compiled runs below them, too.
 _COMPILING = (("_dynamo/convert_frame.py", ""), ("_inductor/compile_fx.py", "compile"))
 _COLLECTIVES = os.path.join("torch", "distributed", "distributed_c10d.py")
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _PYTHON, _PACKAGES = (sysconfig.get_path(name) + os.sep for name in ("stdlib", "purelib"))
-_MOST_FRAMES, _MOST_OF_GROUP = 40, 64
-"""Most frames of a snapshot, and most collectives of each group."""
+_MOST_FRAMES = 40
+"""Most frames of a snapshot."""
+_MOST_OF_GROUP = 64
+"""Most collectives of each process group in a snapshot."""
 _MOST_LETTERS = 300
 """Most letters of the name of a collective, which each heartbeat may have."""
 
@@ -61,17 +64,21 @@ def waits_in() -> str | None:
         if code.co_filename.endswith(_COLLECTIVES):
             name = code.co_name
         elif name is not None and not code.co_filename.startswith(_TORCH):
-            return f"{name} of {os.sep.join(code.co_filename.split(os.sep)[-2:])}:{frame.f_lineno}"[-_MOST_LETTERS:]
-    # Those that C++ calls in a backward have no frame. A hang of NCCL leaves hundreds.
+            file = os.sep.join(code.co_filename.split(os.sep)[-2:])
+            return f"{name} of {file}:{frame.f_lineno}"[-_MOST_LETTERS:]
+    # Collectives that C++ calls in a backward have no frame of Python. A hang of NCCL leaves hundreds of them.
     texts = [one.text for one in recorded_collectives() if not one.is_done]
+    if not texts:
+        return None
     more = f", and {len(texts) - 1} more" if len(texts) > 1 else ""
-    return texts[0][:_MOST_LETTERS] + more if texts else None
+    return texts[0][:_MOST_LETTERS] + more
 
 
 def last_collectives() -> str:
     """Describe the collectives that have not finished, or else the last one, by torch's flight recorder."""
     recorded = recorded_collectives()
-    return ", ".join([one.text for one in recorded if not one.is_done] or [one.text for one in recorded[-1:]])
+    unfinished = [one for one in recorded if not one.is_done]
+    return ", ".join(one.text for one in unfinished or recorded[-1:])
 
 
 def take_snapshot(rank: int, beat: Heartbeat) -> Snapshot:
@@ -81,10 +88,10 @@ def take_snapshot(rank: int, beat: Heartbeat) -> Snapshot:
         for frame in _main_frames()
         if not _is_of_libraries(frame.f_code.co_filename)
     ]
-    newest: dict[str, list[Collective]] = {}
+    by_group: dict[str, list[Collective]] = {}
     for one in recorded_collectives():
-        newest.setdefault(one.group, []).append(one)
-    collectives = [one for all_of_group in newest.values() for one in all_of_group[-_MOST_OF_GROUP:]]
+        by_group.setdefault(one.group, []).append(one)
+    collectives = [one for of_group in by_group.values() for one in of_group[-_MOST_OF_GROUP:]]
     return Snapshot(
         rank=rank, beat=beat, frames=frames[:_MOST_FRAMES], collectives=collectives, groups=_ranks_of_groups()
     )

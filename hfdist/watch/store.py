@@ -1,8 +1,13 @@
-"""The exchange of heartbeats: a rank serves those below it on a free port, apart from the stores of torch and launcher.
+"""The exchange of heartbeats along the tree of ranks: each rank with others below it serves them on a port of its own.
 
-By Python's own sockets and not by torch's TCPStore, because each wait must be one that can be ended: a thread that
-comes back from torch's C++ while the interpreter ends aborts the process ("terminate called without an active
-exception", Python 3.11 to 3.13), and none of TCPStore's calls is bound to come back before.
+    rank below                            rank above
+      Report: own beat, digest, each  ->
+                                      <-  Answer: rank 0's beat, its verdict, asks_each      once in each beat
+
+The ports are apart from the stores of torch and of the launcher. They are served by Python's own sockets
+and not by torch's TCPStore, because it must be possible to end each wait: a thread that comes back from torch's C++
+while the interpreter ends aborts the process ("terminate called without an active exception", Python 3.11 to 3.13), and
+no call of TCPStore is sure to come back before that.
 """
 
 from __future__ import annotations
@@ -14,7 +19,7 @@ import platform
 import secrets
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from hfdist.collectives import first_problem, gather_json, rank, world_size
@@ -28,67 +33,87 @@ from hfdist.watch.heartbeat import Heartbeat, PeerState, Read, as_tuple
 from hfdist.watch.tree import Below, Digest, find_above, find_parents
 
 _CONNECT_SECONDS = 30
+"""Seconds in which the first connection to the rank above must be made."""
 _MOST_BYTES = 2**16
-"""The most bytes of a line, which is one message, but for what it says of each rank below the speaker."""
+"""Most bytes of a message, which is one line, without its part about each rank below the speaker."""
 _MOST_BYTES_OF_EACH = 2**10
-_PATIENCE_BEATS, _LEAST_PATIENCE_SECONDS = 2, 1.0
-"""Time after which those below a rank that does not answer turn to the next one above: in beats, and at least."""
+"""Most bytes of that part for each rank."""
+_PATIENCE_BEATS = 2
+"""Beats without an answer after which a rank turns to the next one above."""
+_LEAST_PATIENCE_SECONDS = 1.0
+"""Least seconds without an answer after which a rank turns to the next one above."""
 _RETURN_SECONDS = 60.0
-"""Seconds after which they try it again: it may have been busy, and rank 0 cannot hear thousands."""
+"""Seconds after which a rank tries the nearest one above again: it may have been busy, and rank 0 cannot hear
+thousands."""
 
 
 class Answer(NamedTuple):
-    """What comes down the tree: what rank 0 says."""
+    """The message that goes down the tree: what rank 0 says."""
 
     beat: Heartbeat
+    """Rank 0's newest heartbeat."""
     verdict: Diagnosis | None = None
+    """Why the run must end; None: it goes on."""
     asks_each: bool = False
     """Whether rank 0 wants to hear of each rank."""
 
 
-class Told(NamedTuple):
-    """What goes up the tree: what a rank says to the one above it."""
+class Report(NamedTuple):
+    """The message that goes up the tree: what a rank says to the one above it."""
 
     beat: Heartbeat
+    """Heartbeat of the rank that speaks."""
     digest: Digest
+    """What the rank says of all ranks below it together."""
     each: dict[int, PeerState]
-    """What it knows of each rank below it; empty: rank 0 has not asked, and all is well."""
+    """What the rank knows of each rank below it; empty: rank 0 has not asked, and all is well."""
+
+
+class _Address(NamedTuple):
+    """Where a rank serves those below it."""
+
+    host: str
+    port: int
 
 
 def open_store(beat_seconds: float) -> Store:
-    """Connect all ranks, each with the one above it in the tree. A collective.
+    """Connect each rank with the one above it in the tree. A collective.
 
     Args:
         beat_seconds: seconds between two heartbeats.
 
+    Returns:
+        This rank's place in the tree.
+
     Raises:
         OSError: some rank cannot reach the one above it. On all ranks alike.
     """
-    own, size = rank(), world_size()
+    own = rank()
     # A rank that is lost before its first beat must have a host and a pid, too.
     known = [Heartbeat(number=0, host=host, pid=pid) for host, pid in gather_json([platform.node(), os.getpid()])]
-    is_here = len(machines()) == 1 and not read_launcher().has_other_machines
     parents = find_parents(machines())
-    hosted: HostedStore | None = None
-    joined: JoinedStore | None = None
-    problem, told = None, None
     token = gather_json(secrets.token_hex(16) if own == 0 else None)[0]
     below = Below(own, known, parents, time.monotonic())
+    hosted: HostedStore | None = None
+    joined: JoinedStore | None = None
+    address: _Address | None = None
+    problem: str | None = None
     if len(below) or own == 0:
         try:
-            address, listens_at = (LOOPBACK, LOOPBACK) if is_here else own_address(own)
-            hosted = HostedStore(below, size, token, listens_at)
-            told = [address, hosted.port]
+            hosted, address = _serve(below, own, token)
         except OSError as error:
             problem = f"rank {own} cannot serve the others ({error})"
-    addresses = gather_json(told)
+    # All take part in both gathers, also a rank that has failed: the others would wait for it.
+    addresses = [None if found is None else _Address(*found) for found in gather_json(address)]
     above = find_above(own, parents)
-    if above and all(addresses[one] is not None for one in above):
+    addresses_above = [found for found in (addresses[number] for number in above) if found is not None]
+    # Where one of them cannot serve, that rank says so.
+    if above and len(addresses_above) == len(above):
         try:
-            joined = JoinedStore([tuple(addresses[one]) for one in above], token, own, beat_seconds)
+            joined = JoinedStore(addresses_above, token, own, beat_seconds)
         except OSError as error:
-            problem = f"rank {own} cannot reach rank {above[0]} at {addresses[above[0]]} ({error})"
-    store = Store(own, size, below, hosted, joined)
+            problem = f"rank {own} cannot reach rank {above[0]} at {list(addresses_above[0])} ({error})"
+    store = Store(own, world_size(), below, hosted, joined)
     problem = first_problem(problem)
     if problem is not None:
         store.close()
@@ -96,14 +121,22 @@ def open_store(beat_seconds: float) -> Store:
     return store
 
 
+def _serve(below: Below, own: int, token: str) -> tuple[HostedStore, _Address]:
+    """Serve the ranks below this one, at an address that they can reach; OSError: there is none."""
+    is_one_machine = len(machines()) == 1 and not read_launcher().has_other_machines
+    host, listens_at = (LOOPBACK, LOOPBACK) if is_one_machine else own_address(own)
+    hosted = HostedStore(below, world_size(), token, listens_at)
+    return hosted, _Address(host, hosted.port)
+
+
 class Store:
-    """A rank's place in the tree: what is below it, and what is above.
+    """A rank's place in the tree, with its connections to the ranks below and to the one above.
 
     Args:
-        rank: this one.
+        rank: number of this rank.
         world_size: number of ranks.
-        below: what this rank hears of those below it.
-        hosted: where they say it; None: there are none.
+        below: what this rank has heard of the ranks below it.
+        hosted: the server for the ranks below; None: there are no such ranks.
         joined: the connection to the rank above; None: this is rank 0.
     """
 
@@ -113,20 +146,24 @@ class Store:
         self.rank, self.world_size, self.below = rank, world_size, below
         self._hosted, self._joined = hosted, joined
         self._asks_each = False
+        """Whether rank 0 wanted to hear of each rank in its last answer."""
 
     def exchange(
         self, own: Heartbeat, verdict: Diagnosis | None, beat_seconds: float, *, asks_each: bool = False
     ) -> tuple[Heartbeat, Diagnosis | None]:
-        """Send a heartbeat with what is below, and wait for that of rank 0 and its verdict.
+        """Send a heartbeat with what this rank says of those below it, and wait for the answer of rank 0.
 
-        It may not return before `close`, as those above may be stopped: the thread that judges must not call it. On
-        rank 0 it never waits.
+        The call may not return before `close`, as the ranks above may be stopped: the thread that judges must not make
+        it. On rank 0 it never waits.
 
         Args:
-            own: this rank's.
-            verdict: on rank 0, its verdict.
+            own: heartbeat of this rank.
+            verdict: this rank's verdict, if it has one; rank 0's goes to all.
             beat_seconds: seconds between two beats.
             asks_each: on rank 0, whether it wants to hear of each rank.
+
+        Returns:
+            Rank 0's newest heartbeat, and its verdict, or else `verdict`.
 
         Raises:
             OSError: the connection has ended, and there is nobody else above.
@@ -135,12 +172,14 @@ class Store:
         if self._joined is not None:
             now = time.monotonic()
             digest = self.below.digest(now, beat_seconds)
-            is_each = digest.is_noted or self._asks_each
+            says_each = digest.is_noted or self._asks_each
+            each = self.below.states(now, beat_seconds) if says_each else {}
             try:
-                answer = self._joined.tell(own, digest, self.below.states(now, beat_seconds) if is_each else {})
+                answer = self._joined.tell(Report(own, digest, each))
             except OSError:
                 if self._hosted is not None and verdict is None and own.left is None:
-                    # Those below are well: they turn to the next one above. At the end they may still ask this one.
+                    # The ranks below are well: they shall turn to the next one above. With a verdict, or when this
+                    # rank leaves, they may still ask this one.
                     self._hosted.close()
                 raise
             self._asks_each = answer.asks_each
@@ -149,7 +188,7 @@ class Store:
         return answer.beat, answer.verdict or verdict
 
     def close(self) -> None:
-        """Serve no more, and end the connection, with whatever waits for it."""
+        """Stop serving, and end the connection, with whatever waits for it."""
         if self._joined is not None:
             self._joined.close()
         if self._hosted is not None:
@@ -157,13 +196,16 @@ class Store:
 
 
 class HostedStore:
-    """What a rank serves to those below it, by a thread of its own, which answers every beat with what rank 0 says.
+    """The server of a rank for the ranks below it: a thread that answers every beat with what rank 0 says.
 
     Args:
-        below: what is told all that comes.
+        below: the record of what the ranks below say; the thread writes into it.
         world_size: number of ranks.
-        token: known to the ranks of this run.
-        host: address at which this process listens.
+        token: secret that the ranks of this run know.
+        host: address at which this process listens, on a free port.
+
+    Raises:
+        OSError: this process cannot listen there.
     """
 
     def __init__(self, below: Below, world_size: int, token: str, host: str = LOOPBACK) -> None:
@@ -171,17 +213,17 @@ class HostedStore:
         self._below = below
         self._most_bytes = _MOST_BYTES + _MOST_BYTES_OF_EACH * world_size
         self.publish(Answer(below.of_rank_0))
-        # All ranks come at once, and count as strangers first.
+        # All ranks may connect at once, and each counts as a stranger until it has proven that it knows the token.
         door = Door(self.token, self._hear, most_strangers=MOST_STRANGERS + 2 * world_size)
         self._served = DoorThread(door, listen(host, 0), "watch-store")
         self.port = self._served.port
 
     def publish(self, answer: Answer) -> None:
-        """Set what the ranks below are answered."""
+        """Set the answer to the ranks below, until the next one is set."""
         self._answer = write_message(answer._asdict())
 
     def close(self) -> None:
-        """Serve no more."""
+        """Stop serving."""
         self._served.close()
 
     async def _hear(self, hello: Message, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -190,52 +232,54 @@ class HostedStore:
         if speaker not in self._below:
             raise NotAMessageError(f"rank {speaker} is not below this one")
         while True:
-            told = read_told(await read_line(reader, self._most_bytes), self._most_bytes)
-            self._below.hear(speaker, *told, time.monotonic())
+            report = read_report(await read_line(reader, self._most_bytes), self._most_bytes)
+            self._below.hear(speaker, report.beat, report.digest, report.each, time.monotonic())
             writer.write(self._answer)
             await writer.drain()
 
 
 class JoinedStore:
-    """The connection of a rank to the one above it, or to the next one above while that does not answer.
+    """The connection of a rank to the nearest rank above it that answers.
+
+    above[0] --no answer--> above[1] --no answer--> ... --> above[-1], rank 0: waits without a limit
+       ^                        |                              |
+       +-- tried again after _RETURN_SECONDS ------------------+
 
     Args:
-        above: addresses of the ranks above, the nearest first.
-        token: known to the ranks of this run.
-        rank: this one.
+        above: addresses of the ranks above, as host and port, the nearest first; the last is rank 0's.
+        token: secret that the ranks of this run know.
+        rank: number of this rank.
         beat_seconds: seconds between two heartbeats.
 
     Raises:
-        OSError: the nearest cannot be reached.
+        OSError: the nearest rank above cannot be reached.
     """
 
     def __init__(self, above: Sequence[tuple[str, int]], token: str, rank: int, beat_seconds: float) -> None:
         self._above, self._token, self._rank = above, token, rank
         self._patience_seconds = max(_PATIENCE_BEATS * beat_seconds, _LEAST_PATIENCE_SECONDS)
         self._returns_at = 0.0
-        """Time of the clock at which the nearest rank is tried again, where it was left."""
+        """Time of the monotonic clock at which the nearest rank is tried again, after a connection to it was lost."""
         self._is_closed = False
         self._connect(0, _CONNECT_SECONDS)
 
-    def tell(self, own: Heartbeat, digest: Digest, each: Mapping[int, PeerState]) -> Answer:
-        """Send a heartbeat, what this rank says of those below it, and wait for the answer.
+    def tell(self, report: Report) -> Answer:
+        """Send a report, and wait for the answer; a rank that does not answer is left for the next one above.
 
         Raises:
             OSError: the connection has ended, and there is nobody else above.
         """
-        told = [[number, *state] for number, state in each.items()]
-        message = write_message({"beat": own, "digest": digest, "each": told})
-        if self._place and time.monotonic() > self._returns_at:
+        each = [[number, *state] for number, state in report.each.items()]
+        message = write_message({"beat": report.beat, "digest": report.digest, "each": each})
+        if self._place > 0 and time.monotonic() > self._returns_at:
             self._returns_at = time.monotonic() + _RETURN_SECONDS
+            # If it cannot be reached, the present connection stays.
             with contextlib.suppress(OSError):
                 self._connect(0, self._patience_seconds)
         while True:
             try:
                 self._connection.sendall(message)
-                answer = hear_answer(self._answers)
-                beat = _read_tuple(Heartbeat, answer, "beat")
-                verdict = None if answer.get("verdict") is None else _read_tuple(Diagnosis, answer, "verdict")
-                return Answer(beat, verdict, answer.flag("asks_each"))
+                return _read_answer(hear_answer(self._answers))
             except (NotAMessageError, RefusedError) as error:
                 raise ConnectionResetError(f"the rank above has sent what it should not: {error}") from error
             except OSError as error:
@@ -244,45 +288,65 @@ class JoinedStore:
     def close(self) -> None:
         """End the connection, and with it whatever waits for it."""
         self._is_closed = True
-        with contextlib.suppress(OSError):  # ended before
+        with contextlib.suppress(OSError):  # the connection has ended before
             self._connection.shutdown(socket.SHUT_RDWR)
         self._connection.close()
 
     def _go_further(self, error: OSError) -> None:
-        """Connect with the nearest rank above the one that is lost; raise `error` if there is none."""
+        """Connect with the nearest rank above the one that is lost; raise `error` if none can be reached."""
         self._connection.close()
         self._returns_at = time.monotonic() + _RETURN_SECONDS
         for place in range(self._place + 1, len(self._above)):
-            with contextlib.suppress(OSError):
-                return self._connect(place, self._patience_seconds)
+            try:
+                self._connect(place, self._patience_seconds)
+            except OSError:
+                continue
+            return
         raise error
 
     def _connect(self, place: int, timeout_seconds: float) -> None:
+        """Connect with the rank at `above[place]`; OSError: that fails, or `close` was called meanwhile."""
         address = self._above[place]
         try:
-            made = knock(address, self._token, {"rank": self._rank}, {}, timeout_seconds)
+            connection, answers = knock(address, self._token, {"rank": self._rank}, {}, timeout_seconds)
         except (NotAMessageError, RefusedError) as error:
             raise ConnectionRefusedError(f"that is no rank of this run: {error}") from error
-        self._place, (self._connection, self._answers) = place, made
+        self._place, self._connection, self._answers = place, connection, answers
         if self._is_closed:
-            # While this one was being made.
+            # `close`, in another thread, has ended the connection before this one.
             self.close()
             raise ConnectionAbortedError("this rank leaves")
         # The link to rank 0 has no limit: it may come back. The thread that judges finds a lost rank 0 by the clock.
-        self._connection.settimeout(None if place == len(self._above) - 1 else self._patience_seconds)
+        is_rank_0 = place == len(self._above) - 1
+        self._connection.settimeout(None if is_rank_0 else self._patience_seconds)
 
 
-def read_told(line: bytes, most_bytes: int) -> Told:
-    """Read what a rank tells the one above it; NotAMessageError: its values do not fit."""
+def read_report(line: bytes, most_bytes: int) -> Report:
+    """Read the message of a rank to the one above it.
+
+    Args:
+        line: the message as bytes, with JSON.
+        most_bytes: most bytes that it may have.
+
+    Raises:
+        NotAMessageError: the line is too long, or its values do not fit.
+    """
     message = read_message(line, most_bytes)
-    found = {}
-    for one in message.list("each"):
-        if type(one) is not list or len(one) != 3 or type(one[0]) is not int:
+    each = {}
+    for entry in message.list("each"):
+        if type(entry) is not list or len(entry) != 3 or type(entry[0]) is not int:
             raise NotAMessageError("each is no list of ranks")
-        number, beat, silent_seconds = one
+        number, beat, silent_seconds = entry
         state = Message(beat=beat, silent_seconds=silent_seconds)
-        found[number] = PeerState(_read_tuple(Heartbeat, state, "beat"), state.number("silent_seconds"))
-    return Told(_read_tuple(Heartbeat, message, "beat"), _read_tuple(Digest, message, "digest"), found)
+        each[number] = PeerState(_read_tuple(Heartbeat, state, "beat"), state.number("silent_seconds"))
+    return Report(_read_tuple(Heartbeat, message, "beat"), _read_tuple(Digest, message, "digest"), each)
+
+
+def _read_answer(message: Message) -> Answer:
+    """Read the answer of a rank to one below it; NotAMessageError: its values do not fit."""
+    beat = _read_tuple(Heartbeat, message, "beat")
+    verdict = None if message.get("verdict") is None else _read_tuple(Diagnosis, message, "verdict")
+    return Answer(beat, verdict, message.flag("asks_each"))
 
 
 def _read_tuple(kind: type[Read], message: Message, key: str) -> Read:

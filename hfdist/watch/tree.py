@@ -19,7 +19,7 @@ from hfdist.watch.diagnosis import is_too_long
 from hfdist.watch.heartbeat import Heartbeat, PeerState
 
 WIDTH = 32
-"""Leaders that have one leader."""
+"""Most leaders that speak to one leader, itself included."""
 BEATS_UNTIL_NOTED = 1.5
 """Beats for which a rank may be silent before the ranks above it hear of that."""
 
@@ -28,23 +28,24 @@ _PAUSE_BEATS = 3
 
 
 class Digest(NamedTuple):
-    """What a rank says of those below it that have not ended."""
+    """A summary of several ranks, of constant size; ranks that have ended count only in `is_noted`."""
 
     num_ranks: int = 0
+    """Number of ranks that have not ended."""
     idle_seconds: float = 0.0
-    """The least seconds since a mark, of any of them."""
+    """Seconds since the last mark of the rank whose last mark is the newest."""
     longest_idle_seconds: float = 0.0
-    """The longest pause between marks, of any of them."""
+    """Most seconds between two marks of a rank so far."""
     is_exempt: bool = False
-    """Whether one is in a state without marks."""
+    """Whether a rank is in a state without marks."""
     is_noted: bool = False
-    """Whether something may be wrong with one: what is known of each follows."""
+    """Whether something may be wrong with a rank: then the message says what is known of each, too."""
 
     @classmethod
     def merged(cls, digests: Iterable[Digest]) -> Digest:
-        """Give what several say together."""
+        """Give one digest of all ranks that several digests are about."""
         several = list(digests)
-        running = [one for one in several if one.num_ranks]
+        running = [one for one in several if one.num_ranks > 0]
         return cls(
             num_ranks=sum(one.num_ranks for one in running),
             idle_seconds=min((one.idle_seconds for one in running), default=0.0),
@@ -55,12 +56,18 @@ class Digest(NamedTuple):
 
     @classmethod
     def of(cls, state: PeerState, beat_seconds: float) -> Digest:
-        """Give what there is to say of one rank."""
-        beat, is_silent = state.beat, state.silent_seconds > BEATS_UNTIL_NOTED * beat_seconds
+        """Give the digest of one rank."""
+        beat = state.beat
         if beat.left is not None:
-            return cls(is_noted=bool(beat.left))
-        is_noted = is_silent or beat.broken_seconds is not None
-        return cls(1, beat.idle_seconds, beat.longest_idle_seconds, beat.exempt is not None, is_noted)
+            return cls(is_noted=beat.left != 0)
+        is_silent = state.silent_seconds > BEATS_UNTIL_NOTED * beat_seconds
+        return cls(
+            num_ranks=1,
+            idle_seconds=beat.idle_seconds,
+            longest_idle_seconds=beat.longest_idle_seconds,
+            is_exempt=beat.exempt is not None,
+            is_noted=is_silent or beat.broken_seconds is not None,
+        )
 
     def is_suspect(self, heartbeat_seconds: float) -> bool:
         """Whether one of these ranks may be lost, or all may be stalled: then each is looked at."""
@@ -72,7 +79,13 @@ ALL_HAVE_ENDED = Digest()
 
 
 def find_parents(machines: Sequence[Sequence[int]]) -> dict[int, int]:
-    """Give the rank above each one but rank 0: its machine's first, and above leaders the first of WIDTH leaders."""
+    """Give the rank above each rank but rank 0, by rank.
+
+    Above the ranks of a machine is its first rank, a leader. Above WIDTH leaders is the first of them, and so on.
+
+    Args:
+        machines: the ranks of each machine.
+    """
     parents: dict[int, int] = {}
     groups = machines
     while True:
@@ -84,7 +97,7 @@ def find_parents(machines: Sequence[Sequence[int]]) -> dict[int, int]:
 
 
 def find_above(own: int, parents: Mapping[int, int]) -> list[int]:
-    """Give the ranks above one, the nearest first; the last is rank 0."""
+    """Give the ranks above the rank `own`, the nearest first; the last is rank 0, which itself has none."""
     above = []
     while own in parents:
         own = parents[own]
@@ -93,26 +106,26 @@ def find_above(own: int, parents: Mapping[int, int]) -> list[int]:
 
 
 class Below:
-    """What a rank has heard of those below it. One thread tells it what comes, others ask.
+    """The record of what a rank has heard of the ranks below it. One thread writes what comes, others read.
 
     A rank whose leader is lost speaks to the next one above: then it is heard both ways, and the newest counts.
 
     Args:
-        own: this rank.
-        known: a first heartbeat of each rank of the run.
-        parents: as `find_parents` gives them.
-        now: the time by this process's clock, in seconds, as of all that follows.
+        own: number of this rank.
+        known: a first heartbeat of each rank of the run, in order of rank.
+        parents: the rank above each rank but rank 0, as `find_parents` gives it.
+        now: the time by this process's monotonic clock, in seconds; so is each `now` of a method.
     """
 
     def __init__(self, own: int, known: Sequence[Heartbeat], parents: Mapping[int, int], now: float) -> None:
         self.of_rank_0 = known[0]
-        """Its first heartbeat."""
+        """The first heartbeat of rank 0."""
         self.depth = 0
         """Steps from rank 0 down to the farthest rank of the run."""
         self._path: dict[int, list[int]] = {}
-        """The way up to this rank from each rank below: that rank, and those between, the nearest to it first."""
+        """The way up from each rank below to this one: that rank itself, its leader, the leader's leader and so on."""
         self._under: dict[int, list[int]] = {}
-        """The ranks below each rank below that has some."""
+        """The ranks under each leader that is below this rank."""
         for number in parents:
             path = [number, *find_above(number, parents)]
             self.depth = max(self.depth, len(path) - 1)
@@ -122,12 +135,13 @@ class Below:
                     self._under.setdefault(between, []).append(number)
         self._beats = {number: known[number] for number in self._path}
         self._came = {path[-1]: now for path in self._path.values()}
-        """When each rank last spoke to this one."""
+        """Time at which each rank that speaks to this one spoke last."""
         self._digests: dict[int, Digest] = {}
+        """The last digest of each rank that speaks to this one."""
         self._silent: dict[int, dict[int, float]] = {}
-        """How long the ranks below a rank were silent when it last told of each, by that rank."""
+        """For each rank that speaks to this one: seconds for which the ranks under it were silent, as it last said."""
         self._looked = now
-        """When `digest` was last called."""
+        """Time at which `digest` was last called."""
 
     def __contains__(self, number: int) -> bool:
         return number in self._path
@@ -136,11 +150,13 @@ class Below:
         return len(self._path)
 
     def hear(self, speaker: int, beat: Heartbeat, digest: Digest, each: Mapping[int, PeerState], now: float) -> None:
-        """Take what a rank says of itself, of all below it, and maybe of each of them."""
+        """Take what a rank says of itself, of all ranks below it together, and maybe of each of them."""
         self._beats[speaker], self._digests[speaker] = beat, digest
         silent: dict[int, float] = {}
-        # Thousands of ranks: looked at only when there is something to see.
-        for number in self._under.get(speaker, []) if each or digest == ALL_HAVE_ENDED else []:
+        # There may be thousands of ranks: each is looked at only when there is something to see.
+        has_news = bool(each) or digest == ALL_HAVE_ENDED
+        under = self._under.get(speaker, []) if has_news else []
+        for number in under:
             if number in each:
                 silent[number] = each[number].silent_seconds
                 if each[number].beat.number >= self._beats[number].number:
@@ -150,12 +166,12 @@ class Below:
         self._silent[speaker], self._came[speaker] = silent, now
 
     def knows_each(self) -> bool:
-        """Whether all that have ranks below them have told of each in their last message, or have ended."""
+        """Whether each leader that speaks to this rank has told of each rank under it last time, or has ended."""
         speakers = [one for one in list(self._came) if one in self._under]
         return all(self._silent.get(one) or self._beats[one].left is not None for one in speakers)
 
     def digest(self, now: float, beat_seconds: float) -> Digest:
-        """Give what this rank says of all below it. To be called at each beat."""
+        """Give the digest of all ranks below this one. To be called at each beat."""
         if now - self._looked > _PAUSE_BEATS * beat_seconds:
             # This process itself was stopped, as in a suspended job: it must first hear the others again.
             self._came = dict.fromkeys(self._came, now)
@@ -164,9 +180,9 @@ class Below:
         for speaker, came in list(self._came.items()):
             is_from_further = len(self._path[speaker]) > 1 and now - came > limit
             if is_from_further and self._state(speaker, now, beat_seconds).silent_seconds <= limit:
-                # It speaks to its own leader again, who says what there is to say of it: what it said here is old.
-                for told in (self._came, self._digests, self._silent):
-                    told.pop(speaker, None)
+                # This rank speaks to its own leader again, who says what there is to say: what it said here is old.
+                for by_speaker in (self._came, self._digests, self._silent):
+                    by_speaker.pop(speaker, None)
         found = []
         for speaker, came in list(self._came.items()):
             found.append(Digest.of(self._state(speaker, now, beat_seconds), beat_seconds))
@@ -179,7 +195,7 @@ class Below:
         return Digest.merged(found)
 
     def states(self, now: float, beat_seconds: float) -> dict[int, PeerState]:
-        """Give what is known of each rank below."""
+        """Give what is known of each rank below, by rank."""
         return {number: self._state(number, now, beat_seconds) for number in self._path}
 
     def _state(self, number: int, now: float, beat_seconds: float) -> PeerState:

@@ -1,6 +1,9 @@
 """The threads of the watch: one beats, one judges and ends the process when the run cannot go on.
 
-On rank 0 a third one looks for requests of `explain-hang`.
+watch-beats      _beat            sends this rank's heartbeat, takes rank 0's and its verdict; may wait for the store
+watch-judge      _judge           looks at what is known, never waits for the store; with a verdict: stacks, exit
+watch-requests   _find_requests   on rank 0: finds requests of `explain-hang` on a disk that may hang
+watch-answer     _answer          for each request: writes this rank's stacks
 """
 
 from __future__ import annotations
@@ -33,10 +36,16 @@ _REQUEST_SECONDS = 1.0
 
 
 class Watcher:
-    """Watches the other ranks. Rank 0 judges; the others follow it, and judge only rank 0.
+    """The watch of one rank over the others. Rank 0 judges all ranks; the others follow it, and judge only rank 0.
 
-    Stacks and the report go to `folder`, which is of this start of the run. The rank that reports calls `record` too.
-    Rank 0 also looks for requests of `explain-hang`; all ranks answer them with their stacks, and go on.
+    All ranks answer requests of `explain-hang` with their stacks, and go on.
+
+    Args:
+        progress: the marks of this rank's progress.
+        store: this rank's place in the tree of ranks; `leave` closes it.
+        folder: folder of this start of the run, for stacks and the report.
+        heartbeat_seconds: seconds that a rank may be silent, or all ranks without progress.
+        record: takes the verdict, on the rank that reports it.
     """
 
     def __init__(
@@ -55,18 +64,18 @@ class Watcher:
         self._asks_each = False
         """Whether rank 0 wants to hear of each rank, and not of all together."""
         self._asks_until = 0.0
-        """Time of the clock until which it wants that for an answer to a request."""
+        """On rank 0: time of the clock until which `_asks_each` is set, for the answer to a request."""
         self._peers: dict[int, PeerState] = {}
-        """What is known of the ranks that this one follows, as it was judged last."""
+        """What was known when this rank judged last, by rank: on rank 0 of all, elsewhere of rank 0 and itself."""
         self._asked: str | None = None
-        """The newest request, of rank 0."""
+        """On rank 0: the newest request, the name of a folder of answers."""
         self._verdict: Diagnosis | None = None
         self._broken_since: float | None = None
         """Time at which a connection broke, by this process's clock."""
         self._left: int | None = None
         """Exit code with which this rank ends by itself."""
         self._has_written = False
-        """Whether its stacks are on the disk."""
+        """Whether others need not wait for this rank: its stacks are on the disk; on rank 0, those of all ranks are."""
         self._silent: set[int] = set()
         """Ranks that were silent at the verdict."""
         self._wake = threading.Event()
@@ -81,8 +90,10 @@ class Watcher:
         self._judges = threading.Thread(target=self._judge, name="watch-judge", daemon=True)
         # In a thread of its own, as the disk may hang.
         self._requests = threading.Thread(target=self._find_requests, name="watch-requests", daemon=True)
-        for thread in (self._beats, self._judges, *([self._requests] if store.rank == 0 else [])):
-            thread.start()
+        self._beats.start()
+        self._judges.start()
+        if store.rank == 0:
+            self._requests.start()
 
     def broke(self) -> None:
         """Note that a connection to another rank broke, so that a silent rank is found sooner."""
@@ -90,14 +101,18 @@ class Watcher:
         self._wake.set()
 
     def leave(self, exit_code: int) -> None:
-        """Tell the others that this rank ends by itself, and stop watching."""
+        """Tell the others that this rank ends by itself, and stop watching.
+
+        Args:
+            exit_code: the exit code with which its process will end.
+        """
         self._left = exit_code
         self._over.set()
         self._wake.set()
         self._sent.wait(_LAST_WORDS_SECONDS)
         if len(self._store.below):
-            # The store ends with this process: those below must have read it, or be leaving as well.
-            # The word of the farthest takes a beat for each step of its way.
+            # The store ends with this process: the ranks below must have heard that, or be leaving as well. A message
+            # of the farthest rank takes a beat for each step of its way.
             seconds = (self._store.below.depth + 0.5) * self._beat_seconds
             self._wait(seconds, lambda: self._digest(time.monotonic()).num_ranks == 0)
         self._closed.set()
@@ -127,8 +142,9 @@ class Watcher:
                 self._verdict = self._verdict or verdict
             if own.left is not None:
                 self._sent.set()
-            # Who has ranks below it goes on, so that they can leave.
-            if self._closed.is_set() or (own.left is not None and not len(self._store.below)):
+            # A rank with ranks below it beats on until `leave` closes the watch, so that they can leave.
+            is_last_beat = own.left is not None and len(self._store.below) == 0
+            if self._closed.is_set() or is_last_beat:
                 return
             is_hurried = self._verdict is not None or own.left is not None
             self._wake.wait(_HURRIED_BEAT_SECONDS if is_hurried else self._beat_seconds)
@@ -208,11 +224,11 @@ class Watcher:
         threading.Thread(target=self._answer, args=(folder,), name="watch-answer", daemon=True).start()
 
     def _answer(self, folder: Path) -> None:
-        # Who asks sees which ranks have not answered.
+        # A rank that cannot write says nothing: `explain-hang` shows which ranks have not answered.
         with contextlib.suppress(OSError):
             self._write_stacks(folder)
             if self._store.rank == 0:
-                # Leaders that are well have told of all below them together so far.
+                # Until rank 0 asks for each, leaders tell of all ranks below them together.
                 self._wait(_EACH_SECONDS, self._store.below.knows_each)
                 own = self._own_beat(0)
                 heard = {0: PeerState(own)} | self._below(time.monotonic())
@@ -240,18 +256,18 @@ class Watcher:
         """Wait for the stacks of the other ranks: a launcher ends all ranks as soon as one has ended."""
         is_host = self._store.rank == 0
         if not is_host and 0 in self._silent:
-            # Each rank finds that out for itself, within a beat or so.
+            # Rank 0 cannot say when all have written. Each other rank finds the verdict by itself, within a beat or so.
             time.sleep(min(2 * self._beat_seconds, _LAST_WORDS_SECONDS))
             return
-        # Rank 0 says so once all have that still beat, and the others wait for it.
+        # Rank 0 waits until all ranks that still beat have written, and then says so; the others wait for its word.
         self._has_written = not is_host
-        # Those that a leader tells of the verdict hear of it a beat later.
+        # Each leader on the way passes the verdict on a beat later.
         seconds = _LAST_WORDS_SECONDS + (self._store.below.depth - 1) * self._beat_seconds
         self._wait(seconds, self._have_others_written if is_host else lambda: self._first.has_written)
         if is_host:
             self._has_written = True
         if len(self._store.below):
-            # Those below hear of it by their next beat.
+            # The ranks below get the answer to their next beat from this process.
             time.sleep(4 * _HURRIED_BEAT_SECONDS)
 
     def _have_others_written(self) -> bool:

@@ -38,7 +38,7 @@ from hfdist.tune.generators.served_files import ServedFiles
 from hfdist.tune.generators.sockets import connect, open_broker
 from hfdist.version import __version__
 from hfdist.watch.heartbeat import Heartbeat
-from hfdist.watch.store import HostedStore, JoinedStore
+from hfdist.watch.store import HostedStore, JoinedStore, Report
 from hfdist.watch.tree import Below, Digest, find_parents
 from tests.unit.islands.servers import JOB, at, member, served, together
 
@@ -209,7 +209,7 @@ def to_watch(count, seed=0):
                     ("localhost", host.port), host.token, {"rank": rng.choice((1, 3, 3, 0, -1, 9, "x"))}, {}, 20
                 )
                 throw(made, hostile(rng, [said]))
-    assert other.tell(Heartbeat(number=7), Digest(), {}).beat == Heartbeat(number=0)
+    assert other.tell(Report(Heartbeat(number=7), Digest(), {})).beat == Heartbeat(number=0)
     states = heard.states(time.monotonic(), 1.0)
     assert states[2].beat.number == 7
     assert all(isinstance(one.beat, Heartbeat) and type(one.beat.number) is int for one in states.values())

@@ -1,7 +1,11 @@
 """The proof that a run read every document as often as planned: its ledger against the arithmetic of its order.
 
-Sequences are numbered without a gap, each is of the source whose turn it was, its documents are those of the order (see
-`pool_audit`), and checkpoints have digested the same records.
+Sequences are numbered without a gap, each is of the source whose turn it was, its documents are those of the order, and
+checkpoints have digested the same records.
+
+sample     0  1  2  3  4  5  6  7       number of a sequence in the run; with 3 lanes, for example:
+lane       0  1  2  0  1  2  0  1       sample % lanes
+number     0  0  0  1  1  1  2  2       sample // lanes: number of the sequence within its lane
 """
 
 from __future__ import annotations
@@ -21,12 +25,15 @@ from hfdist.verify.audit.lane_audit import LaneAudits
 from hfdist.verify.audit.ledger_sums import LedgerSums
 
 _NO_POOL = -1
+"""The pool of a sequence without records."""
 _MOST_MISSING = 2**20
-"""Sequences without a record that are listed, and more where there are many records."""
+"""Sequences that may be without a record, in a ledger of few records; see `_check_number`."""
+_MOST_SEQUENCES_OF_RECORD = 16
+"""Sequences that may be missing besides, for each record."""
 
 
 class Audit:
-    """Compares a ledger with the plan: one pass over the lanes, then over what all lanes share.
+    """The comparison of a ledger with the plan: one pass over the lanes, then one over what all lanes share.
 
     Args:
         ledger: the records of all lanes.
@@ -63,8 +70,8 @@ class Audit:
         # An island that has a parameter server knows its own lanes only.
         self._newest = {lane: cursor.lanes[lane] for _, cursor in self._cursors for lane in cursor.lanes}
         self.first_sample = begin // global_batch_size * global_batch_size
-        """Not 0: the run began from another run's checkpoint. A run begins with a whole step: a sequence of that step
-        that has no records is missing."""
+        """Number of the first sequence that is audited, the first of its step; not 0: the run began from another run's
+        checkpoint. As a run begins with a whole step, a sequence of this step without records is missing."""
         end = _end_sample(ledger)
         self._ends = [self._end_of_lane(lane, end, takes_turns=takes_turns) for lane in range(self._lanes)]
         """Sequences of each lane up to the end of what is audited."""
@@ -119,7 +126,7 @@ class Audit:
         return finished
 
     def _end_of_lane(self, lane: int, end_sample: int, *, takes_turns: bool) -> int:
-        """How many sequences a lane has up to the end of what is audited; `end_sample`: where the ledger ends."""
+        """Give the number of a lane's sequences before the end of what is audited; `end_sample`: end of the ledger."""
         if lane in self._newest:
             return self._newest[lane].sequences
         if takes_turns:
@@ -128,7 +135,7 @@ class Audit:
         return int(records["sequence"][-1]) + 1 if len(records) else 0
 
     def _before(self, samples: int, lane: int) -> int:
-        """How many of the first `samples` sequences of a run are a lane's, if lanes take turns."""
+        """Give how many of the first `samples` sequences of a run are a lane's, if lanes take turns."""
         return (samples - lane + self._lanes - 1) // self._lanes
 
     def _check_turns(self, turns: Integers, finished: Mapping[int, Sequence[int]]) -> None:
@@ -145,11 +152,13 @@ class Audit:
             self.discrepancies.add(kind, names, len(samples))
 
     def _out_of_turn(self, turns: Integers, finished: Mapping[int, Sequence[int]]) -> Iterator[int]:
+        """Give the samples that have another pool than the mixture picks, rising."""
         lanes, num_pools = self._lanes, len(self._plan.pools)
         last_samples = {
             (lane, pool): self._last_sample(turns, lane, pool) for lane in range(lanes) for pool in finished[lane]
         }
         if num_pools == 1 and not last_samples:
+            # One pool that no lane has finished is picked each time: no need to ask the mixture for millions.
             samples = self.first_sample + np.flatnonzero(turns != 0)
             yield from samples[samples // lanes < np.array(self._ends)[samples % lanes]].tolist()
             return
@@ -168,7 +177,7 @@ class Audit:
                 available[lane] = tuple(other for other in available[lane] if other != found)
 
     def _last_sample(self, turns: Integers, lane: int, pool: int) -> int:
-        """The lane's last sequence of a pool; -1: it has none."""
+        """Give the sample of the lane's last sequence of a pool; -1: the lane has none."""
         first = (lane - self.first_sample) % self._lanes
         numbers = np.flatnonzero(turns[first :: self._lanes] == pool)
         return self.first_sample + first + int(numbers[-1]) * self._lanes if len(numbers) else -1
@@ -199,18 +208,19 @@ def _check_identity(cursors: Iterable[tuple[int, Cursor]], identity: str) -> Non
 
 
 def first_sample(ledger: Sequence[Records]) -> int:
-    """Number of the first sequence of a ledger in its run."""
+    """Give the sample of the first sequence of a ledger that has a record; `ledger` has the records of each lane."""
     return min(int(records["sequence"][0]) * len(ledger) + lane for lane, records in enumerate(ledger) if len(records))
 
 
 def _end_sample(ledger: Sequence[Records]) -> int:
+    """Give the sample after the last one that has a record."""
     last = (int(records["sequence"][-1]) * len(ledger) + lane for lane, records in enumerate(ledger) if len(records))
     return max(last) + 1
 
 
 def _check_number(num_sequences: int, num_records: int) -> None:
     """Refuse numbers of sequences that cannot be true, before memory is taken for each: a sequence has a record."""
-    if num_sequences > _MOST_MISSING + 16 * num_records:
+    if num_sequences > _MOST_MISSING + _MOST_SEQUENCES_OF_RECORD * num_records:
         what, found = "the ledger and the checkpoints do not belong together", f"{num_records:,} records"
         allowed = f"a record or more for each of {num_sequences:,} sequences, by their numbers"
         hint = "an audit of the run's own folder, whole and as the run left it"

@@ -1,6 +1,6 @@
-"""One lane's records against the plan: numbering, checkpoints, and by `pool_audit` its documents.
+"""The audit of one lane: its records against the numbering, the checkpoints, and the order of documents in each pool.
 
-Lanes know nothing of each other, so that each may be compared in a process of its own.
+No lane needs anything of another, so that each may be compared in a process of its own.
 """
 
 from __future__ import annotations
@@ -29,34 +29,44 @@ class LaneFindings(NamedTuple):
     """What the records of a lane have shown."""
 
     counts: Mapping[Discrepancy, int]
+    """Number of discrepancies of each kind."""
     names: Mapping[Discrepancy, list[str]]
+    """The first discrepancies of each kind, by name."""
     totals: LedgerSums
+    """Sums of the lane's records by source."""
     numbers: Integers
-    """Numbers of the sequences that have records."""
+    """Numbers within the lane of the sequences that have records. Shape [sequences]."""
     pools: NDArray[np.uint16]
-    """Pool of each, that of its first record."""
+    """Pool of each of these sequences, by its first record. Shape [sequences]."""
     finished: list[int]
-    """Pools that the lane has finished."""
+    """Pools that the lane has read to their ends."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class LaneAudits:
-    """What each lane is compared with."""
+    """All lanes of a ledger, with what they are compared with."""
 
     ledger: Sequence[Records]
+    """Records of each lane."""
     corpus: Corpus
+    """The corpus that the run read."""
     plan: LanePlan
+    """The run's plan."""
     cursors: Sequence[tuple[int, Cursor]]
-    """Cursors of the checkpoints after the ledger's beginning, with their steps, in order."""
+    """Step and cursor of each checkpoint after the ledger's beginning, in order of the sequences that were read."""
     newest: Mapping[int, LaneState]
-    """State of each lane, as the last checkpoint says."""
+    """State of each lane in the newest checkpoint that has it, by lane."""
     ends: Sequence[int]
-    """Sequences of each lane up to the end of what is audited."""
+    """Number of each lane's sequences up to the end of what is audited."""
     begins_inside: bool
     """Whether the records begin in the middle of a run."""
 
     def check(self, processes: int) -> Iterator[LaneFindings]:
-        """Compare all lanes, in order; of several processes, each has two lanes in hand or done ahead at most.
+        """Compare all lanes; gives the findings of each, in order of lane.
+
+        Args:
+            processes: number of processes among which the lanes are dealt; 1: this one does all. Each of several has at
+                most two lanes in hand or done ahead.
 
         Raises:
             ResourceError: a process has died.
@@ -69,7 +79,7 @@ class LaneAudits:
 
 
 class _LaneAudit:
-    """Compares one lane with the plan."""
+    """The comparison of one lane with the plan."""
 
     def __init__(self, audits: LaneAudits, lane: int) -> None:
         self._audits, self._lane, self._plan = audits, lane, audits.plan
@@ -77,9 +87,9 @@ class _LaneAudit:
         self._discrepancies, self._totals = Discrepancies(audits.corpus), LedgerSums(audits.corpus)
 
     def check(self) -> LaneFindings:
-        """Give what was found."""
+        """Compare everything, and give the findings."""
         records = self._audits.ledger[self._lane]
-        # A kill left what no checkpoint counts; the next start would truncate it.
+        # A run that was killed leaves records that no checkpoint counts; its next start would cut them off.
         records = self._readable(records[records["sequence"] < self._end])
         lane_sequences = _LaneSequences(records)
         self._check_numbering(lane_sequences)
@@ -91,7 +101,7 @@ class _LaneAudit:
         return LaneFindings(found.counts, found.names, self._totals, numbers, pools, finished)
 
     def _readable(self, records: Records) -> Records:
-        """Records without those that no run writes."""
+        """Give the records that a run may have written; the others become discrepancies."""
         is_good = are_readable(records, len(self._plan.pools), self._audits.corpus.num_documents)
         bad = records[~is_good]
         self._discrepancies.add_documents(
@@ -100,7 +110,7 @@ class _LaneAudit:
         return records[is_good]
 
     def _check_numbering(self, lane_sequences: _LaneSequences) -> None:
-        """Sequence numbers rise, and each sequence is of one pool. `_check_turns` sees whether any is missing."""
+        """Sequence numbers rise, and each sequence is of one pool. Missing ones are found over all lanes together."""
         numbers, records = lane_sequences.numbers, lane_sequences.records
         falls = np.flatnonzero(numbers[1:] <= numbers[:-1]) + 1
         names = (f"lane {self._lane}, sequence {numbers[n]} after {numbers[n - 1]}" for n in falls.tolist())
@@ -121,7 +131,7 @@ class _LaneAudit:
         ]
         for step, state in sorted(states, key=lambda pair: pair[1].sequences):
             if state.sequences > self._end:
-                # An island's last steps may not count.
+                # The last steps of an island may be in no exchange, and then they do not count.
                 continue
             end = int(np.searchsorted(lane_sequences.numbers, state.sequences))
             if not (begins_inside and last_step == 0):
@@ -140,12 +150,20 @@ class _LaneAudit:
         """Check the documents of a lane in one pool; returns whether the lane has finished the pool."""
         place = None if self._state is None else self._state.pools[pool].place
         of_pool = records[records["pool"] == pool]
-        audit = PoolAudit(of_pool, self._plan, pool, self._lane, place, begins_inside=self._audits.begins_inside)
-        audit.check(self._discrepancies)
-        if not audit.agrees_with_place:
+        audit = PoolAudit(
+            records=of_pool,
+            plan=self._plan,
+            pool=pool,
+            lane=self._lane,
+            place=place,
+            begins_inside=self._audits.begins_inside,
+            discrepancies=self._discrepancies,
+        )
+        found = audit.check()
+        if not found.agrees_with_place:
             name = f"lane {self._lane}, {self._plan.pools[pool].name}: the records do not end at {tuple(place or ())}"
             self._discrepancies.add(Discrepancy.cursor, [name], 1)
-        return audit.is_finished
+        return found.is_finished
 
 
 def are_readable(records: Records, num_pools: int, num_documents: int) -> NDArray[np.bool_]:
@@ -166,15 +184,16 @@ class _LaneSequences:
         self.records, numbers = records, records["sequence"]
         inner = np.flatnonzero(numbers[1:] != numbers[:-1]) + 1
         self.edges = np.array([0, *inner.tolist(), len(numbers)] if len(numbers) else [0], dtype=np.int64)
-        """Where groups begin, and where the last one ends. Shape [sequences + 1], the others [sequences]."""
+        """Index of the first record of each sequence, and then the number of records. Shape [sequences + 1]."""
         self.numbers: Integers = numbers[self.edges[:-1]]
+        """Number of each sequence within the lane. Shape [sequences]."""
         self.pools: Integers = records["pool"][self.edges[:-1]].astype(np.int64)
-        """Pool of each sequence, that of its first record."""
+        """Pool of each sequence, by its first record. Shape [sequences]."""
         token_ends = np.concatenate([[0], np.cumsum(records["num_tokens"], dtype=np.int64)])
         self._num_tokens = np.diff(token_ends[self.edges])
 
     def digest(self, digest: int, begin: int, end: int) -> int:
-        """Digest of sequences `begin` to `end`, chained to `digest`."""
+        """Give the digest of the records of sequences `begin` to `end`, chained to the digest of those before."""
         for first, stop in pairwise(self.edges[begin : end + 1].tolist()):
             digest = chain(digest, self.records[first:stop])
         return digest

@@ -1,8 +1,8 @@
-"""Asks for each choice what a run asks before its first step, and lets a small model of the class train so.
+"""The answers of `hfdist check`: for each choice the checks of a run before its first step, and a small training.
 
     the config's checks -> the model's own checks -> its sizes -> two steps of a small model, in the layout and whole
 
-The refusals are those of a run. All but the last is done on the architecture at its full size, without weights.
+The refusals are those of a run. All steps but the last use the architecture at its full size, without weights.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from hfdist.verify.check.small_run import MOST_TOKENS, Step, train_small
 from hfdist.verify.small_model import small_architecture
 
 BOUND = 1e-3
-"""Largest relative difference from one process; what is wrong differs by 1e-2 and more."""
+"""Largest relative difference from one process that rounding explains; a wrong layout differs by 1e-2 and more."""
 
 
 class Verdict(Enum):
@@ -47,17 +47,17 @@ class Verdict(Enum):
 
 
 _TAKEN = (Verdict.yes, Verdict.untried)
-"""Verdicts of tasks in runs of which all else is asked; the better first."""
+"""Verdicts of a task whose runs all other questions are about, the better verdict first."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Answer:
-    """What came of one question."""
+    """The answer to one question."""
 
     question: Question
     verdict: Verdict
     reason: HfdistError | None = None
-    """Why it is not `yes`."""
+    """Why the verdict is not `yes`."""
     remark: str | None = None
     """What else a user should know of a `yes`."""
 
@@ -80,7 +80,7 @@ class Checker:
     def __init__(self, model: str) -> None:
         self._model = model
         self._trained: dict[str, list[Step] | HfdistError] = {}
-        """What came of each small run: tasks with the same head train the same one."""
+        """Steps or the error of each small run, by its key: tasks with the same head have the same small run."""
 
     def answers(self) -> Iterator[Answer]:
         """Answer everything: tasks, then all others in runs of the first task that trains, or else that is untried.
@@ -89,13 +89,13 @@ class Checker:
             HfdistError: no task takes the model, or it cannot be found or read: the refusal of the first task.
         """
         answers = list(map(self.answer, ask_tasks()))
-        taken = next((one for verdict in _TAKEN for one in answers if one.verdict is verdict), None)
-        if taken is None:
-            # What no task takes has no table.
-            assert answers[0].reason is not None
-            raise answers[0].reason
+        taken = sorted((one for one in answers if one.verdict in _TAKEN), key=lambda one: _TAKEN.index(one.verdict))
+        refusal = answers[0].reason
+        if not taken and refusal is not None:
+            # Without a task there is no run that the other questions could be about.
+            raise refusal
         yield from answers
-        command = taken.question.command
+        command = taken[0].question.command
         yield from map(self.answer, chain(ask_layouts(command), ask_others(command)))
 
     def answer(self, question: Question) -> Answer:
@@ -109,7 +109,7 @@ class Checker:
         return Answer(question=question, verdict=Verdict.yes, remark=remark)
 
     def _try(self, question: Question) -> str | None:
-        """Give a remark; HfdistError: the model does not go with the choice."""
+        """Try a choice, and give a remark for the user or None; HfdistError: the model does not go with the choice."""
         config = question.config(self._model)
         processes = config.strategy.mesh.world_size
         topology, batch = plan_run(config, world_size=processes)
@@ -131,7 +131,12 @@ class Checker:
         return None if config.data.packing is Packing.none else why_documents_mix(model)
 
     def _compare(self, config: RunConfig, architecture: PreTrainedConfig, processes: int) -> None:
-        """Train a small model as asked, and on one process with the attention that transformers chooses."""
+        """Compare a small model that trains as asked with one process and the attention that transformers chooses.
+
+        Raises:
+            _Untried: it does not train on one process.
+            HfdistError: it does not train as asked, or not as on one process.
+        """
         try:
             small = small_architecture(architecture, config.strategy, vocab_size=MOST_TOKENS)
             plain = copy.deepcopy(small)
@@ -143,7 +148,7 @@ class Checker:
             raise _Untried(error) from error
         found = self._steps(config, small, processes)
         if config.adapter.is_used:
-            # It trains other weights than the whole model, so that there is nothing to compare.
+            # An adapter trains other weights than the run on one process, so that there is nothing to compare.
             return
         worst = largest_difference(found, whole)
         if worst > BOUND:
@@ -151,7 +156,7 @@ class Checker:
             raise ConfigError(what, where="two steps", found=f"losses or norms of gradients differ by {worst:.0e}")
 
     def _steps(self, config: RunConfig, small: PreTrainedConfig, processes: int) -> list[Step]:
-        """Give the steps of a small run; HfdistError: why it does not train."""
+        """Give the steps of a small run, which is trained once; HfdistError: why it does not train."""
         head, attention = config.task.name.traits.head, small._attn_implementation
         key = repr((config.strategy, config.adapter, head, attention, small.to_json_string()))
         if key not in self._trained:
@@ -167,11 +172,15 @@ class Checker:
 
 def largest_difference(found: list[Step], whole: list[Step]) -> float:
     """Give the largest relative difference of losses and norms; infinite where one is not a number."""
-    worst = 0.0
-    for ours, reference in zip(chain(*found), chain(*whole), strict=True):
-        if ours == reference and math.isfinite(ours):
-            # Both may be 0, as the norms of a model whose outputs do not depend on its weights.
-            continue
-        difference = abs(ours - reference) / abs(reference) if reference else math.inf
-        worst = max(worst, math.inf if math.isnan(difference) else difference)
-    return worst
+    pairs = zip(chain(*found), chain(*whole), strict=True)
+    return max((_relative_difference(ours, reference) for ours, reference in pairs), default=0.0)
+
+
+def _relative_difference(ours: float, reference: float) -> float:
+    if ours == reference and math.isfinite(ours):
+        # Both are 0 where the outputs of a model do not depend on its weights: norms of gradients.
+        return 0.0
+    if reference == 0:
+        return math.inf
+    difference = abs(ours - reference) / abs(reference)
+    return math.inf if math.isnan(difference) else difference

@@ -1,4 +1,4 @@
-"""What is asked of a model: each task, layout, adapter, attention and packing, as the overrides of a run."""
+"""The questions of `hfdist check`: each task, layout, adapter, attention and packing, as the overrides of a run."""
 
 from __future__ import annotations
 
@@ -13,10 +13,12 @@ from hfdist.config.model import AdapterPart, Attention
 from hfdist.config.run import RunConfig
 from hfdist.config.task import TaskName
 
-NUM_STEPS, NUM_SEQUENCES = 2, 8
-"""Steps of the small run, and sequences in each."""
+NUM_STEPS = 2
+"""Optimizer steps of a small run."""
+NUM_SEQUENCES = 8
+"""Sequences in each step of a small run."""
 _SEQUENCE_TOKENS = 128
-"""What the config says; few, so that each model has positions for them."""
+"""Tokens of a sequence in the config; few, so that each model has positions for them."""
 _SIZES = (
     "data=files",
     "data.sources.files.path=rows.jsonl",
@@ -40,49 +42,61 @@ _SIZES = (
 
 @dataclass(frozen=True, kw_only=True)
 class Question:
-    """Whether the model goes with one choice."""
+    """The question whether a model goes with one choice."""
 
     about: str
-    """What kind of choice it is."""
+    """Kind of the choice: task, layout, adapter, attention or packing."""
     choice: str
-    """Its name in the answer."""
+    """Name of the choice in the answer."""
     overrides: tuple[str, ...] = ()
-    """What a user adds to the command line of a run."""
+    """Overrides that make the choice on the command line of a run."""
     command: str = RECIPES[0]
-    """The command of the run."""
+    """Command of `hfdist` that starts the run."""
 
     def config(self, model: str) -> RunConfig:
-        """Compose and check a small run of it, with a preset, a folder, a Hub id or a GGUF file; ConfigError: as of
-        any run.
+        """Compose and check the config of a small run.
+
+        Args:
+            model: preset, folder, Hub id or GGUF file.
+
+        Raises:
+            ConfigError: the keys of the run do not go together.
         """
-        recipe, task = NAMES[self.command]
-        needed = [value for one in task for value in needed_values(one.partition("=")[2])]
+        recipe, task_overrides = NAMES[self.command]
+        needed: list[str] = []
+        for override in task_overrides:
+            _, _, task = override.partition("=")
+            needed += needed_values(task)
         # Weights are not read: the architecture alone counts.
-        of_model = (f"model={model}", "model.init=random")
-        return compose_config([*task, *needed, *of_model, *_SIZES, *self.overrides], name=recipe)
+        model_overrides = (f"model={model}", "model.init=random")
+        return compose_config([*task_overrides, *needed, *model_overrides, *_SIZES, *self.overrides], name=recipe)
 
 
 def needed_values(task: str) -> list[str]:
-    """Give overrides without which an option of the group `task` does not start; they say nothing of a model."""
-    # The others are settings of cpo.
+    """Give the overrides without which an option of the group `task` does not start; they say nothing of a model."""
+    # Options that are no member are settings of cpo.
     traits = TaskName.__members__.get(task, TaskName.cpo).traits
-    rewards = ["task.rewards={arithmetic: 1.0}"] * traits.is_reinforcement
-    return [*rewards, *["task.teacher=teacher"] * traits.has_teacher]
+    overrides = []
+    if traits.is_reinforcement:
+        overrides.append("task.rewards={arithmetic: 1.0}")
+    if traits.has_teacher:
+        overrides.append("task.teacher=teacher")
+    return overrides
 
 
 def ask_tasks() -> Iterator[Question]:
     """Ask for each command that trains; a second name of the same one is left out."""
-    met = []
+    asked = []
     for command, stands_for in NAMES.items():
-        if command != "tune" and stands_for not in met:
-            met.append(stands_for)
+        if command != "tune" and stands_for not in asked:
+            asked.append(stands_for)
             yield Question(about="task", choice=command, command=command)
 
 
 def ask_layouts(command: str) -> Iterator[Question]:
     """Ask for each preset of `strategy`, in runs of one command."""
-    names = list_options(shipped_folder(), "strategy")
-    for name in sorted(names, key=lambda name: (name != "single", name)):
+    others = sorted(set(list_options(shipped_folder(), "strategy")) - {"single"})
+    for name in ("single", *others):
         yield Question(about="layout", choice=name, overrides=(f"strategy={name}",), command=command)
 
 

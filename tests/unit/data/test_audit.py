@@ -276,7 +276,15 @@ class TestDamage:
         def found(records):
             discrepancies = SimpleNamespace(add_documents=lambda *args: len(args[1]) and noted.append(args))
             noted = []
-            PoolAudit(records, plan, 0, 0, Place(0, 4096, 0), begins_inside=False).check(discrepancies)
+            PoolAudit(
+                records=records,
+                plan=plan,
+                pool=0,
+                lane=0,
+                place=Place(0, 4096, 0),
+                begins_inside=False,
+                discrepancies=discrepancies,
+            ).check()
             return noted
 
         window = {Packing.concat: 1, Packing.best_fit: 1024, Packing.none: 64}[packing]
