@@ -1,4 +1,4 @@
-"""Every key that a config may have, read off the dataclasses."""
+"""The keys that a config may have, read off the fields of the dataclasses, with their types, limits and sentences."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ import itertools
 import sys
 import types
 import typing
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from enum import Enum
 from functools import cache, lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from hfdist.config.ranges import LIMIT, Limit
 from hfdist.config.run import RunConfig
 
 OFF = ("false", "no", "none", "off")
-"""What people write for none."""
+"""Words that people write for none."""
 ANY_NAME = "*"
-"""Stands in a key for a name that the user chooses, as in `data.sources.*.path`."""
+"""The part of a key in the place of a name that the user chooses, as in `data.sources.*.path`."""
 _NUM_KEPT = 256
 """Sections whose keys are kept: a config has some thirty, and one for each name that users give."""
 
@@ -30,8 +30,11 @@ class Key:
     """One key of the config: a value, a mapping or a whole section."""
 
     name: str
+    """The full name, such as `optimizer.lr`."""
     type: Any
+    """The type hint of the field, with `| None` where it has that."""
     limit: Limit | None = None
+    """The limit of the value, which `Limit.accepts` checks; None: its type is the only limit."""
     owner: type | None = None
     """The dataclass that has the field."""
 
@@ -42,39 +45,40 @@ class Key:
 
     @property
     def words(self) -> str | None:
-        """What it is: the first paragraph of the docstring below the field; None: it has none."""
+        """What the key is, in words: the first paragraph of the docstring below the field; None: it has none."""
         return None if self.owner is None else _field_docstrings(self.owner).get(self.leaf)
 
     @property
     def is_free(self) -> bool:
-        """Whether its members are not ours: a mapping of anything, or of values by names of the user's."""
-        return typing.get_origin(self.type) is dict and not dataclasses.is_dataclass(typing.get_args(self.type)[1])
+        """Whether its value is a mapping with any names, such as `model.config`, whose members are no keys."""
+        return typing.get_origin(self.type) is dict and _mapped_dataclass(self.type) is None
 
     @property
     def is_text(self) -> bool:
         """Whether its value is text."""
-        return without_none(self.type)[0] is str
+        return without_none(self.type).kind is str
 
     @property
     def takes_list(self) -> bool:
         """Whether its value may be a list."""
-        kind = without_none(self.type)[0]
+        kind = without_none(self.type).kind
         return kind is Any or typing.get_origin(kind) is list
 
     @property
     def item_type(self) -> Any:
-        """What each value in it is, where it is a list or a mapping; None: it is neither."""
-        return next(iter(typing.get_args(without_none(self.type)[0])[-1:]), None)
+        """The type of each value in a list or a mapping; None: the key takes neither."""
+        # The last argument is that of list[ITEM], and of dict[str, ITEM].
+        arguments = typing.get_args(without_none(self.type).kind)
+        return arguments[-1] if arguments else None
 
     @property
     def allowed(self) -> str:
-        """The values that it takes, in words."""
-        kind, optional = without_none(self.type)
-        if self.limit is not None:
-            words = self.limit.allowed.replace("a number", "a whole number" if kind is int else "a number")
-        else:
-            words = _describe(kind)
-        return f"{words}, or null" if optional else words
+        """The values that the key takes, in words."""
+        kind, has_none = without_none(self.type)
+        words = _describe(kind) if self.limit is None else self.limit.allowed
+        if self.limit is not None and kind is int:
+            words = words.replace("a number", "a whole number")
+        return f"{words}, or null" if has_none else words
 
 
 @cache
@@ -103,7 +107,7 @@ def members(name: str) -> list[str]:
 
 
 def unknown_keys(values: Mapping[str, object], prefix: str = "") -> Iterator[tuple[str, object]]:
-    """Give the full name and value of each member that the dataclasses do not know."""
+    """Give the full name and value of each member that the dataclasses do not know; `prefix` is before all names."""
     for leaf, value in values.items():
         name = f"{prefix}{leaf}"
         key = find_key(name)
@@ -113,14 +117,15 @@ def unknown_keys(values: Mapping[str, object], prefix: str = "") -> Iterator[tup
             yield from unknown_keys(value, f"{name}.")
 
 
-def keys_of(cls: Any, prefix: str) -> Iterator[Key]:
+def keys_of(cls: type, prefix: str) -> Iterator[Key]:
     """Give every key of a dataclass, sections included; each name begins with `prefix`."""
     for key in direct_keys(cls, prefix):
         yield key
-        if dataclasses.is_dataclass(key.type):
+        if isinstance(key.type, type) and dataclasses.is_dataclass(key.type):
             yield from keys_of(key.type, f"{key.name}.")
-        elif typing.get_origin(key.type) is dict and dataclasses.is_dataclass(typing.get_args(key.type)[1]):
-            item = typing.get_args(key.type)[1]
+            continue
+        item = _mapped_dataclass(key.type)
+        if item is not None:
             yield Key(name=f"{key.name}.{ANY_NAME}", type=item)
             yield from keys_of(item, f"{key.name}.{ANY_NAME}.")
 
@@ -132,10 +137,15 @@ def values_by_key(section: object, prefix: str) -> Iterator[tuple[Key, object]]:
         yield key, value
         if dataclasses.is_dataclass(value):
             yield from values_by_key(value, f"{key.name}.")
-        elif isinstance(value, (dict, list)):
-            for name, item in value.items() if isinstance(value, dict) else enumerate(value):
-                if dataclasses.is_dataclass(item):
-                    yield from values_by_key(item, f"{key.name}.{name}.")
+            continue
+        items: Iterable[tuple[object, object]] = ()
+        if isinstance(value, dict):
+            items = value.items()
+        elif isinstance(value, list):
+            items = enumerate(value)
+        for name, item in items:
+            if dataclasses.is_dataclass(item):
+                yield from values_by_key(item, f"{key.name}.{name}.")
 
 
 def direct_keys(cls: type, prefix: str) -> Sequence[Key]:
@@ -162,9 +172,11 @@ def _field_docstrings(cls: type) -> Mapping[str, str]:
     """Give the first paragraph of the docstring below each field; Python keeps none, so it is read off the source."""
     found = {}
     for field, after in itertools.pairwise(_classes_of(cls.__module__)[cls.__name__].body):
-        words = after.value if isinstance(after, ast.Expr) else None
-        if isinstance(field, ast.AnnAssign) and isinstance(words, ast.Constant):
-            found[ast.unparse(field.target)] = " ".join(inspect.cleandoc(str(words.value)).partition("\n\n")[0].split())
+        docstring = after.value if isinstance(after, ast.Expr) else None
+        if isinstance(field, ast.AnnAssign) and isinstance(docstring, ast.Constant):
+            paragraph, _, _ = inspect.cleandoc(str(docstring.value)).partition("\n\n")
+            # The lines of the paragraph become one.
+            found[ast.unparse(field.target)] = " ".join(paragraph.split())
     return found
 
 
@@ -175,14 +187,31 @@ def _classes_of(module: str) -> Mapping[str, ast.ClassDef]:
     return {node.name: node for node in body if isinstance(node, ast.ClassDef)}
 
 
-def without_none(hint: object) -> tuple[Any, bool]:
-    """Give a type hint without None, and whether it had it."""
+class SplitType(NamedTuple):
+    """A type hint, split into what it has besides None, and whether it has None."""
+
+    kind: Any
+    """A type, a generic such as list[str], or a union of several, which is left as it was."""
+    has_none: bool
+
+
+def without_none(hint: object) -> SplitType:
+    """Split a type hint: `int | None` is int, with None."""
     parts = typing.get_args(hint) if isinstance(hint, types.UnionType) else ()
     rest = [part for part in parts if part is not types.NoneType]
-    return rest[0] if len(rest) == 1 else hint, len(rest) < len(parts)
+    return SplitType(rest[0] if len(rest) == 1 else hint, len(rest) < len(parts))
+
+
+def _mapped_dataclass(hint: object) -> type | None:
+    """Give the dataclass of dict[str, DATACLASS]; None: the type hint is another one."""
+    if typing.get_origin(hint) is not dict:
+        return None
+    _, item = typing.get_args(hint)
+    return item if isinstance(item, type) and dataclasses.is_dataclass(item) else None
 
 
 def _describe(kind: Any) -> str:
+    """Say in words what values a type has, which is a dataclass, an enum, a list, a mapping or a plain type."""
     if isinstance(kind, type) and issubclass(kind, Enum):
         return ", ".join(member.name for member in kind)
     if dataclasses.is_dataclass(kind):

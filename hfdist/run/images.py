@@ -106,8 +106,7 @@ def make_example(config: RunConfig, architecture: PreTrainedConfig, images: Imag
     examples = [example]
     if config.data.packing is not Packing.none:
         # Training rows are packed, and held-out rows have a sequence each: stages read both.
-        packed, _ = make_trial(images)
-        examples.append(packed)
+        examples.append(make_trial(images).packed)
     return find_features(architecture, examples)
 
 
@@ -131,8 +130,7 @@ def _check_calls(config: RunConfig, architecture: PreTrainedConfig, images: Imag
     names = without_image.keys()
 
     def make_batches() -> list[dict[str, torch.Tensor]]:
-        _, batches = make_trial(images)
-        return [batch for batch in batches if names <= batch.keys()]
+        return [batch for batch in make_trial(images).alone if names <= batch.keys()]
 
     module = module_of_each_image(architecture, make_batches)
     if module is not None:

@@ -1,4 +1,4 @@
-"""Checks `optimizer.*`: rates, schedules, and changes of them."""
+"""Checks of the keys `optimizer.*`: warm-up, schedule, changes of rates at a step, and the base width."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from hfdist.errors import ConfigError
 def check_optimizer(config: RunConfig) -> None:
     """Check warm-up, schedule, changes and base width; ConfigError: they do not go together."""
     _check_warmup(config)
+    # How many steps the epochs have is known only with the data: `check_schedule` is called then.
     if config.train.max_steps is not None and config.train.epochs is None:
         check_schedule(config, config.train.max_steps)
     _check_end_of_schedule(config)
@@ -23,14 +24,25 @@ def check_optimizer(config: RunConfig) -> None:
 
 
 def _check_warmup(config: RunConfig) -> None:
-    names = ("warmup_steps", "warmup_tokens", "warmup_fraction")
-    given = {f"optimizer.{name}": value for name in names if (value := getattr(config.optimizer, name))}
+    """Refuse a length of the warm-up in more than one unit."""
+    lengths = {
+        "optimizer.warmup_steps": config.optimizer.warmup_steps,
+        "optimizer.warmup_tokens": config.optimizer.warmup_tokens,
+        "optimizer.warmup_fraction": config.optimizer.warmup_fraction,
+    }
+    given = {key: length for key, length in lengths.items() if length}
     if len(given) > 1:
-        found, hint = ", ".join(map(str, given.values())), " ".join(f"{key}=null" for key in [*given][1:])
-        raise ConfigError("the warm-up is given more than once", where=", ".join(given), found=found, hint=hint)
+        _, *others = given
+        raise ConfigError(
+            "the warm-up is given more than once",
+            where=", ".join(given),
+            found=", ".join(str(length) for length in given.values()),
+            hint=" ".join(f"{key}=null" for key in others),
+        )
 
 
 def _check_end_of_schedule(config: RunConfig) -> None:
+    """Refuse a schedule, or a smallest rate, that has no meaning for what comes at the end of the run."""
     optimizer = config.optimizer
     if optimizer.name.is_schedule_free and optimizer.schedule is not Schedule.constant:
         what = "a schedule-free optimizer averages weights instead of lowering the rate"
@@ -44,19 +56,21 @@ def _check_end_of_schedule(config: RunConfig) -> None:
 
 
 def _check_base_width(config: RunConfig) -> None:
+    """Refuse rates by the width of each matrix, where one rate is for all or the width is another one."""
     if config.optimizer.base_width is None:
         return
     hint = "optimizer.base_width=null"
     if config.adapter.is_used:
         what = "the matrices of an adapter have a width of their own, its rank"
-        keys = f"optimizer.base_width adapter.{'type' if config.adapter.path is None else 'path'}"
-        raise conflict(config, keys, what, allowed="null", hint=hint)
+        adapter_key = "adapter.type" if config.adapter.path is None else "adapter.path"
+        raise conflict(config, f"optimizer.base_width {adapter_key}", what, allowed="null", hint=hint)
     if config.islands.method is IslandMethod.parameter_server:
         what, keys = "the server steps all parameters at one rate", "optimizer.base_width islands.method"
         raise conflict(config, keys, what, allowed="null", hint=hint)
 
 
 def _check_changes(config: RunConfig) -> None:
+    """Refuse changes out of order, and those that the optimizer of the run cannot make."""
     optimizer = config.optimizer
     steps = [change.step for change in optimizer.changes]
     if steps != sorted(set(steps)):
@@ -72,20 +86,30 @@ def _check_changes(config: RunConfig) -> None:
 
 
 def check_schedule(config: RunConfig, max_steps: int) -> None:
-    """Check warm-up and decay against the number of steps; ConfigError: they are longer than the run."""
+    """Check warm-up and decay against a run of `max_steps` steps; ConfigError: they are longer than the run."""
     optimizer = config.optimizer
     tokens_per_step = config.train.global_batch_size * config.data.sequence_length
     warmup_steps = num_warmup_steps(optimizer, tokens_per_step=tokens_per_step, max_steps=max_steps)
+    # A warm-up that is a share of the steps is cut to fewer than all, so this one is given in tokens or in steps.
     if warmup_steps >= max_steps:
-        leaf = "warmup_tokens" if optimizer.warmup_tokens else "warmup_steps"
+        if optimizer.warmup_tokens:
+            key, length = "optimizer.warmup_tokens", optimizer.warmup_tokens
+        else:
+            key, length = "optimizer.warmup_steps", optimizer.warmup_steps
+        # A warm-up of a tenth of the run is common; its length is in the unit of the key.
+        tenth = length * (max_steps // 10) // warmup_steps
         what = "the warm-up is as long as the whole run, so the learning rate never reaches its peak"
         found, allowed = f"{warmup_steps} steps of {max_steps}", f"fewer than {max_steps} steps"
-        hint = f"optimizer.{leaf}={getattr(optimizer, leaf) * (max_steps // 10) // warmup_steps}"
-        raise ConfigError(what, where=f"optimizer.{leaf}", found=found, allowed=allowed, hint=hint)
+        raise ConfigError(what, where=key, found=found, allowed=allowed, hint=f"{key}={tenth}")
     decay_steps = round(max_steps * optimizer.decay_fraction)
     if optimizer.schedule is Schedule.wsd and warmup_steps + decay_steps > max_steps:
-        what = "warm-up and decay are longer than the run"
-        found = f"{warmup_steps} + {decay_steps} steps of {max_steps}"
-        allowed = f"<= {(max_steps - warmup_steps) / max_steps:g}"
-        hint = f"optimizer.decay_fraction={math.floor((max_steps - warmup_steps) / max_steps * 1000) / 1000:g}"
-        raise ConfigError(what, where="optimizer.decay_fraction", found=found, allowed=allowed, hint=hint)
+        largest = (max_steps - warmup_steps) / max_steps
+        # It is rounded down: a fraction rounded up would be refused again.
+        rounded = math.floor(largest * 1000) / 1000
+        raise ConfigError(
+            "warm-up and decay are longer than the run",
+            where="optimizer.decay_fraction",
+            found=f"{warmup_steps} + {decay_steps} steps of {max_steps}",
+            allowed=f"<= {largest:g}",
+            hint=f"optimizer.decay_fraction={rounded:g}",
+        )

@@ -1,4 +1,7 @@
-"""Checks a composed config, before anything is built: single values, then what must fit together, group by group."""
+"""Checks of a composed config, before anything is built: each value by itself, then values that must fit together.
+
+Ranges come first, since the other checks compute with the values. A check gives only the first mistake.
+"""
 
 from __future__ import annotations
 
@@ -25,9 +28,11 @@ from hfdist.errors import ConfigError
 
 
 def check_config(config: RunConfig) -> None:
-    """Check ranges, then contradictions; ConfigError: the first that is found."""
+    """Check the values of a whole config; ConfigError: the first mistake that is found."""
     _check_ranges(config)
-    _check_run(config)
+    _check_run_name(config)
+    _check_run_folder(config)
+    _check_hub_repository(config)
     check_model(config)
     check_adapter(config)
     check_data(config.data)
@@ -45,24 +50,39 @@ def check_config(config: RunConfig) -> None:
 
 
 def _check_ranges(config: RunConfig) -> None:
+    """Check each value by itself against the limit of its key, and that no list stands where a text belongs."""
     for key, value in values_by_key(config, ""):
         if key.limit is not None and value is not None and not key.limit.accepts(value):
-            what = "the number is out of range" if "number" in key.allowed else "the value is of another kind"
+            # A limit is a range of a number, or a pattern of a text: its own words say which.
+            is_range = "number" in key.allowed
+            what = "the number is out of range" if is_range else "the value is of another kind"
             raise ConfigError(what, where=key.name, found=value, allowed=key.allowed)
         check_items(key, value)
 
 
-def _check_run(config: RunConfig) -> None:
-    if not re.fullmatch(r"\w[\w.=,+-]{0,127}", config.run.name):
-        allowed = "up to 128 letters, digits and _ . = , + -; the first a letter, digit or _"
-        # Who writes a path, such as runs/first, means its last part.
-        last = config.run.name.rstrip("/").rpartition("/")[2]
-        plain_name = re.sub(r"[^\w.=,+-]+", "-", last).strip(".=,+-")[:128] or "first"
-        what = "the run's name must be a plain folder name"
-        hint = f"run.name={plain_name}; the folder, which may be anywhere, is run.dir"
-        raise conflict(config, "run.name", what, allowed=allowed, hint=hint)
+def _check_run_name(config: RunConfig) -> None:
+    """Refuse a name that is no plain name of a folder; the hint is the plain name that is most like it."""
+    name = config.run.name
+    if re.fullmatch(r"\w[\w.=,+-]{0,127}", name):
+        return
+    # Who writes a path, such as runs/first, means its last part.
+    last_part = name.rstrip("/").rpartition("/")[2]
+    plain_name = re.sub(r"[^\w.=,+-]+", "-", last_part)
+    plain_name = plain_name.strip(".=,+-")[:128] or "first"
+    what = "the run's name must be a plain folder name"
+    allowed = "up to 128 letters, digits and _ . = , + -; the first a letter, digit or _"
+    hint = f"run.name={plain_name}; the folder, which may be anywhere, is run.dir"
+    raise conflict(config, "run.name", what, allowed=allowed, hint=hint)
+
+
+def _check_run_folder(config: RunConfig) -> None:
+    """Refuse an empty path: it would be the folder in which the command runs."""
     if not config.run.dir.strip():
         raise conflict(config, "run.dir", "not a folder", allowed="a path", hint="run.dir=runs/first")
+
+
+def _check_hub_repository(config: RunConfig) -> None:
+    """Refuse a repository that the Hub would refuse only at the end of the run."""
     push_to = config.export.push_to
     if push_to is not None and not re.fullmatch(r"[\w.-]{1,96}/[\w.-]{1,96}", push_to):
         allowed = "OWNER/NAME: letters, digits, - _ ."

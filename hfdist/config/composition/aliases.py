@@ -1,4 +1,4 @@
-"""What to write in place of a name, a value or an option of another trainer."""
+"""Overrides of hfdist in place of names, values and options of other trainers, whose tables are other_trainers.py."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ from hfdist.config.optimizer import OptimizerName
 
 _MOST_MINUTES = 10_000
 """A larger number is a time in seconds."""
-_NOTHING = ("false", "none", "null", "no_shard")
+_SWITCHED_OFF = ("false", "none", "null", "no_shard")
+"""Values, in small letters, that switch off what their name is for."""
 _ZERO = "strategy=zero{value}"
 
 
@@ -39,34 +40,47 @@ def override_for(name: str, value: object = None) -> str | None:
     if ready is not None:
         return ready
     text = _value_text(template, value)
-    if text is not None and text.lower() in _NOTHING:
+    if text is not None and text.lower() in _SWITCHED_OFF:
         template = OPPOSITES.get(template, template)
-    key = template.removesuffix("={value}")
-    if text is not None:
-        text = VALUES.get(key, {}).get(text, text)
-    if key == "checkpoint.resume" and (text is None or text.lower() == "true"):
-        text = "auto"
-    if text is not None and "[{value}]" in template:
-        text = text.strip("[]")
-    if text is not None and key != template:
-        text = read_quantity(key, text) or text
+    text = _translate_value(template, text)
     if template == HUB_DATA and text is not None and Path(text).suffix:
+        # A name with a suffix is a file, and none of the Hub.
         template = "data={value}"
     return _fill(template, text)
 
 
+def _translate_value(template: str, text: str | None) -> str | None:
+    """Write a value as hfdist's key takes it: by its own name, without a unit; None: there is no value.
+
+    The template is `KEY={value}`, or a whole override in which the value has no place or another one.
+    """
+    key = template.removesuffix("={value}")
+    if text is not None:
+        text = VALUES.get(key, {}).get(text, text)
+    if key == "checkpoint.resume" and (text is None or text.lower() == "true"):
+        return "auto"
+    if text is None:
+        return None
+    if "[{value}]" in template:
+        text = text.strip("[]")
+    has_key_alone = key != template
+    return (read_quantity(key, text) or text) if has_key_alone else text
+
+
 def _without_template(template: str, name: str, value: str) -> str | None:
-    """Give what stands for some values in place of the template; None: it is the template."""
+    """Give the override or the sentence for a value that a template cannot take; None: the template takes it."""
     if template == _ZERO and value in STAGES:
-        # As LLaMA-Factory has `stage: sft`.
+        # LLaMA-Factory has `stage: sft`.
         return f"hfdist {STAGES[value]}, in place of {name}={value}"
     if template == REWARDS and re.search(r"[:/]|\.py", value):
         return OWN_REWARD
     if template == HELD_OUT and re.fullmatch(r"0?\.\d+", value):
         return f"data.eval_fraction={value}"
     if template == BETAS:
-        pair = re.findall(r"[\d.]+", value)
-        return "optimizer.beta1={} optimizer.beta2={}".format(*(pair if len(pair) == 2 else ("0.9", "0.95")))
+        numbers = re.findall(r"[\d.]+", value)
+        # Values that cannot be read become hfdist's own defaults.
+        beta1, beta2 = numbers if len(numbers) == 2 else ("0.9", "0.95")
+        return f"optimizer.beta1={beta1} optimizer.beta2={beta2}"
     return None
 
 
@@ -96,17 +110,23 @@ def _hours(text: str) -> str | None:
     given = [int(number) for number in numbers if number is not None]
     if days is None and len(given) == 1 and given[0] > _MOST_MINUTES:
         return f"{given[0] / 3600:.4g}"
-    # The first number is of minutes where there are neither days nor three.
-    seconds = [60, 1] if days is None and len(given) < 3 else [3600, 60, 1]
-    return f"{24 * int(days or 0) + sum(map(mul, given, seconds)) / 3600:.4g}"
+    # M and M:S begin with minutes, all other forms with hours.
+    begins_with_minutes = days is None and len(given) < 3
+    seconds = [60, 1] if begins_with_minutes else [3600, 60, 1]
+    hours = sum(map(mul, given, seconds)) / 3600
+    return f"{24 * int(days or 0) + hours:.4g}"
 
 
 def _fill(template: str, value: str | None) -> str:
-    """Put a value in, quoted for a shell where it needs that."""
-    if value is None or re.fullmatch(r"[\w./,:@%+=~\[\]-]+", value):
-        return template.replace("{value}", value or "...")
-    is_one_word = " " not in template and "'" not in template
-    return shlex.quote(template.replace("{value}", value)) if is_one_word else template.replace("{value}", "...")
+    """Put a value into a template, quoted for a shell where it needs that; `...` stands for one that cannot be."""
+    if value is None:
+        return template.replace("{value}", "...")
+    filled = template.replace("{value}", value)
+    if re.fullmatch(r"[\w./,:@%+=~\[\]-]+", value):
+        return filled
+    # Quotes around several overrides would make them one, and quotes within quotes end them.
+    can_be_quoted = " " not in template and "'" not in template
+    return shlex.quote(filled) if can_be_quoted else template.replace("{value}", "...")
 
 
 def reason_against(name: str) -> str | None:

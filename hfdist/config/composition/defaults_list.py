@@ -1,9 +1,10 @@
-"""Checks the defaults list of a user's own primary config, where Hydra's own words do not say what to write."""
+"""Checks of the defaults list in a user's own primary config: their errors say what to write, where Hydra's do not."""
 
 from __future__ import annotations
 
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 from hfdist.config.composition.aliases import override_for, override_for_option
 from hfdist.config.composition.files import display, read_config
@@ -16,7 +17,9 @@ from hfdist.config.schema import ANY_NAME, all_keys, members
 from hfdist.errors import ConfigError, nearest
 
 _SELF = "_self_"
-_SHOWN = 8
+"""The line of a defaults list that stands for the values of the file itself."""
+_MOST_SHOWN = 8
+"""Number of names without a key that a hint lists at the most."""
 _PAGE = "keys of hfdist: docs/coming-from.md has what others call them"
 
 
@@ -42,56 +45,87 @@ def check_defaults_list(request: Request) -> None:
     if recipe is not None and _SELF in names[: names.index(recipe)] and values.keys() - {"defaults"}:
         what, hint = f"the values of {recipe} come after those of the file, and win", f"`[{recipe}, {_SELF}]`"
         raise ConfigError(what, where=where, found=f"{_SELF} before {recipe}", hint=hint)
-    for keyword, group, option in _chosen(listed):
-        if not group.startswith("hydra") and keyword != "optional" and (group in groups or "/" not in group):
-            _check_option(keyword, group, option, recipe, groups, request, where)
+    for choice in _find_choices(listed):
+        is_of_hydra = choice.group.startswith("hydra")
+        # A group with a slash in its name may be a folder of the user's own.
+        may_be_wrong = choice.group in groups or "/" not in choice.group
+        if may_be_wrong and not is_of_hydra and choice.keyword != "optional":
+            _check_choice(choice, recipe, groups, request, where)
 
 
-def _chosen(listed: Sequence[object]) -> Iterator[tuple[str, str, str]]:
-    """Give what stands before a group, its name, and the option, of each item that chooses one."""
+class _Choice(NamedTuple):
+    """An item of a defaults list that chooses an option, such as `override /strategy: zero2`."""
+
+    keyword: str
+    """The word before the group: override, optional, or none."""
+    group: str
+    option: str
+
+
+def _find_choices(listed: Sequence[object]) -> Iterator[_Choice]:
+    """Give the items that choose an option by its name; one that a reference names is Hydra's to find."""
     for item in listed:
-        for key, option in item.items() if isinstance(item, Mapping) else ():
+        if not isinstance(item, Mapping):
+            continue
+        for key, option in item.items():
             keyword, _, group = str(key).rpartition(" ")
             if isinstance(option, str) and "${" not in option:
-                yield keyword, group.lstrip("/").partition("@")[0], option.removesuffix(".yaml")
+                yield _Choice(keyword, group.lstrip("/").partition("@")[0], option.removesuffix(".yaml"))
 
 
 def refuse_config_of_others(values: Mapping[str, object], place: str) -> None:
     """Raise a ConfigError on the config of accelerate or of another trainer, with the command that does the same."""
+    first_key = next(iter(values), None)
     if {"compute_environment", "distributed_type"} & values.keys():
         start = f"accelerate launch --config_file {shlex.quote(place)} recipes/NAME.py ..."
         hint = f"{start}, where NAME is pretrain, finetune or tune"
-        raise ConfigError("this is a config of accelerate", where=place, found=next(iter(values)), hint=hint)
+        raise ConfigError("this is a config of accelerate", where=place, found=first_key, hint=hint)
     if "zero_optimization" in values:
-        section = values["zero_optimization"]
-        stage = section.get("stage") if isinstance(section, dict) else None
-        what, file = "this is a config of DeepSpeed", shlex.quote(f"strategy.deepspeed={place}")
-        hint = f"strategy=zero{stage if stage in (1, 2, 3) else 2} {file}, without --config"
-        hint += "" if place.endswith(".json") else "; as a file of JSON, whose name ends in .json"
-        raise ConfigError(what, where=place, found=next(iter(values)), hint=hint)
-    by_leaf = {key.rpartition(".")[2]: key for key in reversed([*all_keys()]) if ANY_NAME not in key}
-    others = {
-        name: override_for(name, value) or (_override(by_leaf[name], value) if name in by_leaf else None)
-        for name, value in values.items()
-        if name not in members("")
-    }
-    sets = values.get("datasets")
-    if isinstance(sets, list) and len(sets) == 1 and isinstance(sets[0], dict):
+        hint = _hint_for_deepspeed(values["zero_optimization"], place)
+        raise ConfigError("this is a config of DeepSpeed", where=place, found=first_key, hint=hint)
+    translated = _translate(values)
+    overrides = [text for text in translated.values() if text is not None and _is_ready(text)]
+    # A single name may be a mistake in a config of hfdist's.
+    if len(overrides) > 1:
+        untranslated = [name for name, text in translated.items() if text not in overrides]
+        has_model = any(text.startswith(("model=", "model.name=")) for text in overrides)
+        hint = f"hfdist {'finetune' if has_model else 'pretrain'} {' '.join(overrides)}"
+        if untranslated:
+            verb = "mean" if len(untranslated) > 1 else "means"
+            hint += f"; what {', '.join(untranslated[:_MOST_SHOWN])} {verb} is to be added"
+        what, found = "this is a config of another trainer", ", ".join(map(str, translated))
+        raise ConfigError(what, where=place, found=found, allowed=_PAGE, hint=hint)
+
+
+def _hint_for_deepspeed(section: object, place: str) -> str:
+    """Write the overrides that use a DeepSpeed config, whose `zero_optimization` is `section`."""
+    stage = section.get("stage") if isinstance(section, dict) else None
+    file = shlex.quote(f"strategy.deepspeed={place}")
+    hint = f"strategy=zero{stage if stage in (1, 2, 3) else 2} {file}, without --config"
+    return hint if place.endswith(".json") else f"{hint}; as a file of JSON, whose name ends in .json"
+
+
+def _translate(values: Mapping[str, object]) -> dict[str, str | None]:
+    """Give an override for each name that is no section of hfdist's; None: there is none for it."""
+    # Of two keys with the same last part, the first one is meant.
+    key_by_leaf = {key.rpartition(".")[2]: key for key in reversed([*all_keys()]) if ANY_NAME not in key}
+    translated: dict[str, str | None] = {}
+    for name, value in values.items():
+        if name in members(""):
+            continue
+        translated[name] = override_for(name, value)
+        if not translated[name] and name in key_by_leaf:
+            translated[name] = _override(key_by_leaf[name], value)
+    datasets = values.get("datasets")
+    if isinstance(datasets, list) and len(datasets) == 1 and isinstance(datasets[0], dict):
         # Axolotl lists its data under this name.
-        others["datasets"] = override_for("dataset", sets[0].get("path"))
-    written = [
-        override
-        for override in others.values()
-        if override is not None and "..." not in override and "=" in override.split()[0]
-    ]
-    if len(written) > 1:
-        what, left = "this is a config of another trainer", [name for name, one in others.items() if one not in written]
-        more = (
-            f"; what {', '.join(left[:_SHOWN])} {'mean' if len(left) > 1 else 'means'} is to be added" if left else ""
-        )
-        recipe = "finetune" if any(one.startswith(("model=", "model.name=")) for one in written) else "pretrain"
-        hint = f"hfdist {recipe} {' '.join(written)}{more}"
-        raise ConfigError(what, where=place, found=", ".join(map(str, others)), allowed=_PAGE, hint=hint)
+        translated["datasets"] = override_for("dataset", datasets[0].get("path"))
+    return translated
+
+
+def _is_ready(text: str) -> bool:
+    """Whether a text is an override that can be given as it is, and neither a sentence nor one without its value."""
+    return "..." not in text and "=" in text.split()[0]
 
 
 def _override(key: str, value: object) -> str | None:
@@ -102,6 +136,7 @@ def _override(key: str, value: object) -> str | None:
 
 
 def _check_name(name: str, all_groups: Mapping[str, list[str]], request: Request, where: str) -> None:
+    """Raise a ConfigError where an item is the name of a config that is not there."""
     recipes = list_options(shipped_folder(), ".")
     if name in (_SELF, "run_schema") or "/" in name or request.file(name.partition("@")[0]) is not None:
         return
@@ -111,24 +146,25 @@ def _check_name(name: str, all_groups: Mapping[str, list[str]], request: Request
     raise ConfigError("there is no such config", where=where, found=name, allowed=allowed, hint=hint)
 
 
-def _check_option(
-    keyword: str,
-    group: str,
-    option: str,
-    recipe: str | None,
-    groups: Mapping[str, list[str]],
-    request: Request,
-    where: str,
+def _check_choice(
+    choice: _Choice, recipe: str | None, groups: Mapping[str, list[str]], request: Request, where: str
 ) -> None:
+    """Raise a ConfigError where a group or an option is not there, or an option is chosen a second time.
+
+    `recipe` is the config of hfdist's that the list names, which has chosen an option of each group.
+    """
+    keyword, group, option = choice
     if group not in groups:
         allowed, hint = ", ".join(groups), nearest(group, groups, f"`override /{{}}: {option}`")
         raise ConfigError(f"there is no group `{group}`", where=where, found=group, allowed=allowed, hint=hint)
     if request.file(f"{group}/{option}") is None:
-        called, _, other = (override_for_option(group, option) or "").partition("=")
-        hint = f"`override /{called}: {other}`" if called in groups else None
-        if "." in called:
-            hint = f"`{in_yaml(called, other)}`, in place of this line"
-        hint = hint or nearest(option, groups[group], f"`override /{group}: {{}}`")
+        key, _, value = (override_for_option(group, option) or "").partition("=")
+        if "." in key:
+            hint = f"`{in_yaml(key, value)}`, in place of this line"
+        elif key in groups:
+            hint = f"`override /{key}: {value}`"
+        else:
+            hint = nearest(option, groups[group], f"`override /{group}: {{}}`")
         raise unknown_option(group, option, groups[group], where, hint)
     if recipe is not None and not keyword and group != "experiment":
         what, hint = f"{recipe} has chosen an option of this group already", f"`override /{group}: {option}`"

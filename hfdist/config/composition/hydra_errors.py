@@ -1,4 +1,4 @@
-"""What Hydra and OmegaConf raise of keys and values as one ConfigError: key, place, what is allowed, and a way out."""
+"""Translation of Hydra's and OmegaConf's errors about keys and values: each becomes a ConfigError with a way out."""
 
 from __future__ import annotations
 
@@ -52,10 +52,7 @@ def explain(error: Exception, request: Request) -> ConfigError:
         where = f"{override.key} ({COMMAND_LINE})"
         return ConfigError("keys cannot be deleted, only set", where=where, found=override.text, hint=hint)
     if override is not None and isinstance(cause, ConfigTypeError):
-        what, where = f"this override does not fit: {first_line(cause)}", f"{override.key} ({COMMAND_LINE})"
-        allowed, names = allowed_for(override.key), str(override.value_text).strip("[]").split(",")
-        way_out = weighted_rewards(names) if override.key == REWARDS else None
-        return ConfigError(what, where=where, found=override.text, allowed=allowed, hint=way_out)
+        return _misfit_of(override, cause)
     if isinstance(cause, (ConfigAttributeError, ConfigKeyError)):
         key = str(cause.full_key)
         if override is not None and f"{override.key}.".startswith(f"{key}."):
@@ -68,32 +65,52 @@ def explain(error: Exception, request: Request) -> ConfigError:
     return explain_group(error, request)
 
 
+def _misfit_of(override: GivenOverride, cause: ConfigTypeError) -> ConfigError:
+    """Make the error of an override of another shape, such as a text for a mapping."""
+    hint = None
+    if override.key == REWARDS:
+        hint = weighted_rewards(override.value_text.strip("[]").split(","))
+    return ConfigError(
+        f"this override does not fit: {first_line(cause)}",
+        where=f"{override.key} ({COMMAND_LINE})",
+        found=override.text,
+        allowed=allowed_for(override.key),
+        hint=hint,
+    )
+
+
 def missing_value(key: str) -> ConfigError:
-    """Say that a key that stands as `???` was not given."""
+    """Make the error of a key whose value is `???`: it must be given, and was not."""
     hint = f"{key}=... on the command line"
     return ConfigError("a value is missing", where=key, found="???", allowed=allowed_for(key), hint=hint)
 
 
 def explain_interpolation(error: OmegaConfBaseException) -> ConfigError:
     """Translate what OmegaConf raises while it resolves `${...}`."""
-    message = first_line(error)
+    message, key = first_line(error), error.full_key or None
     missing = re.search(r"Interpolation key '([^']+)' not found", message)
-    called = (override_for(missing[1]) or "").partition("=")[0] if missing else ""
-    near = called if find_key(called) else nearest_key(missing[1]) if missing else None
-    if near == error.full_key:
-        # It would refer to itself.
-        near = None
-    if missing and re.fullmatch(r"[A-Z_0-9]+", missing[1]):
-        what, key = "no config reads the environment", error.full_key or None
-        hint = f'{key}="${missing[1]}" on the command line, where the shell puts it in' if key else None
-        return ConfigError(what, where=key, found=f"${{{missing[1]}}}", hint=hint)
+    name = missing[1] if missing else None
+    if name is not None and re.fullmatch(r"[A-Z_0-9]+", name):
+        # A name in capitals is one of the environment.
+        hint = f'{key}="${name}" on the command line, where the shell puts it in' if key else None
+        return ConfigError("no config reads the environment", where=key, found=f"${{{name}}}", hint=hint)
+    likely = _likely_key(name) if name is not None else None
+    # A key that referred to itself would be no help.
+    hint = f"${{{likely}}}" if likely and likely != error.full_key else None
     what, allowed = f"an interpolation cannot be resolved: {message}", "${section.key} of a key that has a value"
-    return ConfigError(what, where=error.full_key or None, allowed=allowed, hint=f"${{{near}}}" if near else None)
+    return ConfigError(what, where=key, allowed=allowed, hint=hint)
+
+
+def _likely_key(name: str) -> str | None:
+    """Give the key that was probably meant by a name: by that of another trainer, or by its letters."""
+    translated = (override_for(name) or "").partition("=")[0]
+    return translated if find_key(translated) else nearest_key(name)
 
 
 def _bad_value(
     cause: OmegaConfBaseException, error: Exception, override: GivenOverride | None, request: Request
 ) -> ConfigError:
+    """Make the error of a value that its key does not take."""
     if isinstance(cause, InterpolationResolutionError):
         return explain_interpolation(cause)
     key, value = _key_and_value(cause, override, request)
@@ -103,36 +120,51 @@ def _bad_value(
         return ConfigError(what, where="task.rewards", found=reward, allowed="{NAME: WEIGHT}", hint=hint)
     place = _place(error, override, key, request)
     is_in_file = override is None and not place.startswith(COMMAND_LINE)
-    allowed, options = allowed_for(key), request.groups().get(key, [])
-    of_source = None if isinstance(value, dict | list) else hint_for_source(key, str(value))
-    if key.endswith("]"):
-        # The value is an entry of a list.
-        hint = nearest(str(value), re.findall(r"\w+", allowed or ""), key.partition("[")[0] + "=[{}]")
-    elif options and isinstance(value, str):
-        hint = _hint_for_option(key, value, options, is_in_file=is_in_file)
-    else:
-        hint = None if allowed is None else of_source or hint_for_value(key, value, allowed)
-    if hint and is_in_file:
-        hint = _hint_in_file(hint, key, place, is_group=bool(options))
+    source_hint = None if isinstance(value, dict | list) else hint_for_source(key, str(value))
     what = "the value has the wrong type or is not among the allowed"
     found: object = repr(value) if isinstance(value, str) else value
     if re.search(r"not Optional|Incompatible value 'None'", str(cause)):
         what, found = "this key needs a value, not null", "null"
-    elif of_source is not None and not is_in_file:
+    elif source_hint is not None and not is_in_file:
         what = "there is no source in this value: each has a name, and keys of its own"
-    return ConfigError(what, where=f"{key} ({place})" if key else place, found=found, allowed=allowed, hint=hint)
+    hint = _hint_for_bad_value(key, value, source_hint, request, is_in_file=is_in_file)
+    if hint and is_in_file:
+        hint = _hint_in_file(hint, key, place, is_group=bool(request.groups().get(key)))
+    where = f"{key} ({place})" if key else place
+    return ConfigError(what, where=where, found=found, allowed=allowed_for(key), hint=hint)
+
+
+def _hint_for_bad_value(
+    key: str, value: object, source_hint: str | None, request: Request, *, is_in_file: bool
+) -> str | None:
+    """Give the override that was probably meant, for an entry of a list, an option of a group, or a key's value."""
+    allowed, options = allowed_for(key), request.groups().get(key, [])
+    if key.endswith("]"):
+        # The key is that of an entry, such as `report.to[0]`.
+        words = re.findall(r"\w+", allowed or "")
+        return nearest(str(value), words, key.partition("[")[0] + "=[{}]")
+    if options and isinstance(value, str):
+        return _hint_for_option(key, value, options, is_in_file=is_in_file)
+    if allowed is None:
+        return None
+    return source_hint or hint_for_value(key, value, allowed)
 
 
 def _key_and_value(
     cause: OmegaConfBaseException, override: GivenOverride | None, request: Request
 ) -> tuple[str, object]:
     """Find the key that does not take a value, and the value; the key is empty where nobody says it."""
-    key, value = cause.full_key or (override.key if override is not None else ""), cause.value
-    merged = re.search(r"not a subclass of (\w+)\. value: (.*)", str(cause))
+    key, value = cause.full_key or "", cause.value
+    if not key and override is not None:
+        key = override.key
+    # OmegaConf names a dataclass in place of the key, where it merges a whole section.
+    merged = re.search(r"not a subclass of (?P<section>\w+)\. value: (?P<value>.*)", str(cause))
     if merged and not key:
-        key = next((k.name for k in all_keys().values() if getattr(k.type, "__name__", "") == merged[1]), "")
+        sections = (known for known in all_keys().values() if getattr(known.type, "__name__", "") == merged["section"])
+        section = next(sections, None)
+        key = "" if section is None else section.name
     if merged and value is None:
-        value = merged[2]
+        value = merged["value"]
     if override is not None and value in (None, {}):
         value = override.value_text
     if not key and "with ListConfig" in str(cause):
@@ -180,6 +212,7 @@ def _omegaconf_cause(error: BaseException) -> OmegaConfBaseException | None:
 
 
 def _override_of(error: Exception, request: Request) -> GivenOverride | None:
+    """Find the override that an error is about, by Hydra's words; None: it is about a file, or nothing says so."""
     message = str(error)
     for override in request.overrides:
         if message.startswith(f"Error merging override {override.for_hydra}"):
@@ -188,8 +221,12 @@ def _override_of(error: Exception, request: Request) -> GivenOverride | None:
             rf"Could not (override|delete from config\.|delete) ?'?{re.escape(override.key)}(?![\w.])", message
         ):
             return override
-    return next((o for o in request.overrides if o.text.startswith("~") and o.key in message), None)
+    deletions = (override for override in request.overrides if override.text.startswith("~"))
+    return next((override for override in deletions if override.key in message), None)
 
 
 def _place(error: Exception, override: GivenOverride | None, key: str, request: Request) -> str:
-    return COMMAND_LINE if override is not None else request.place_named(str(error), key) or COMMAND_LINE
+    """Say where a mistake is: the file that the error names, with its line, or else the command line."""
+    if override is not None:
+        return COMMAND_LINE
+    return request.place_named(str(error), key) or COMMAND_LINE

@@ -29,16 +29,20 @@ _PREFIXES = {OverrideType.CHANGE: "", OverrideType.ADD: "+", OverrideType.FORCE_
 
 @dataclass(frozen=True, kw_only=True)
 class GivenOverride:
-    """One override: as the user wrote it, and as Hydra gets it."""
+    """An override as the user wrote it, and as Hydra gets it."""
 
     text: str
+    """The whole argument."""
     key: str
+    """The key or the group that is set, without `+`."""
     value: object
+    """The value as Hydra's parser reads it."""
     for_hydra: str
+    """The argument that Hydra gets in place of `text`."""
 
     @property
     def value_text(self) -> str:
-        """What stands after the equals sign."""
+        """The part of the text after the equals sign."""
         return self.text.partition("=")[2]
 
 
@@ -54,8 +58,8 @@ def prepare_overrides(
     `strategy.deepspeed=` takes a DeepSpeed config file.
 
     Args:
-        texts: the arguments.
-        recipe: to name in messages.
+        texts: the arguments of the command line.
+        recipe: the name of the recipe, for messages.
         folders: folders of configs, hfdist's own among them: a name stands for an option in them, and only else for
             a file.
 
@@ -71,20 +75,25 @@ def prepare_overrides(
 
 def _refuse_split(texts: Sequence[str]) -> None:
     """Refuse what the shell has split at its spaces: a key and its value, a mapping, a list."""
-    for place, text in enumerate(texts):
-        if re.fullmatch(r"[\w.]+=", text) and texts[place + 1 :] and "=" not in texts[place + 1]:
-            what, hint = "a space stands after the =", shlex.quote(f"{text}{texts[place + 1]}")
-            raise ConfigError(what, where=COMMAND_LINE, found=f"{text} {texts[place + 1]}", hint=hint)
-        for opened, closed in ("{}", "[]"):
-            if re.match(rf"[\w.+]+=\{opened}", text) and text.count(opened) > text.count(closed):
-                ends = [end for end in range(place + 1, len(texts)) if texts[end].endswith(closed)]
-                if ends:
-                    whole = " ".join(texts[place : ends[0] + 1])
-                    what, hint = "the shell has split a value at its spaces", shlex.quote(whole)
-                    raise ConfigError(what, where=COMMAND_LINE, found=whole, allowed=ALLOWED, hint=hint)
+    for number, text in enumerate(texts):
+        rest = texts[number + 1 :]
+        if re.fullmatch(r"[\w.]+=", text) and rest and "=" not in rest[0]:
+            what, hint = "a space stands after the =", shlex.quote(f"{text}{rest[0]}")
+            raise ConfigError(what, where=COMMAND_LINE, found=f"{text} {rest[0]}", hint=hint)
+        for opening, closing in (("{", "}"), ("[", "]")):
+            begins = re.match(rf"[\w.+]+=\{opening}", text)
+            if not begins or text.count(opening) <= text.count(closing):
+                continue
+            # The first argument that ends with the closing bracket is the end of the value.
+            end = next((place for place, other in enumerate(rest) if other.endswith(closing)), None)
+            if end is not None:
+                whole = " ".join([text, *rest[: end + 1]])
+                what, hint = "the shell has split a value at its spaces", shlex.quote(whole)
+                raise ConfigError(what, where=COMMAND_LINE, found=whole, allowed=ALLOWED, hint=hint)
 
 
 def _prepare(text: str, recipe: str) -> GivenOverride:
+    """Parse and check one argument; ConfigError: it is no override, or one that is not allowed."""
     try:
         override = parse_override(text)
     except HydraException as error:
@@ -98,21 +107,29 @@ def _prepare(text: str, recipe: str) -> GivenOverride:
         hint = "run.dir=... is where a run writes; --config-dir DIR adds configs of your own"
         raise ConfigError(what, where=where, found=text, hint=hint)
     if override.is_sweep_override():
-        given = text.partition("=")[2]
-        hint, known = f"hfdist sweep sweep=grid recipe={recipe} {key}={given} for a run of each", find_key(key)
-        if re.fullmatch(r"\d{1,3}(,000)+", given):
-            hint = f"{key}={given.replace(',', '')}"
-        if known is not None and known.takes_list:
-            hint += f"; a list is '{key}=[{given}]'"
-        if known is not None and known.is_text:
-            hint += f"; text with a comma is '{key}=\"{given}\"'"
-        raise ConfigError("several values for one key: a run takes one", where=where, found=given, hint=hint)
+        raise _several_values(key, text.partition("=")[2], recipe)
     value = override.value()
     refuse_number(find_key(key), value, where)
     for name, _ in flatten(value, key):
         refuse_target(name, f"{name} ({COMMAND_LINE})")
     refuse_secrets(value, key, place=COMMAND_LINE)
     return GivenOverride(text=text, key=key, value=value, for_hydra=_for_hydra(override, text))
+
+
+def _several_values(key: str, given: str, recipe: str) -> ConfigError:
+    """Make the error of several values with commas, which Hydra reads as a sweep; `given` is all of them."""
+    known = find_key(key)
+    if re.fullmatch(r"\d{1,3}(,000)+", given):
+        # The commas are those of thousands.
+        hint = f"{key}={given.replace(',', '')}"
+    else:
+        hint = f"hfdist sweep sweep=grid recipe={recipe} {key}={given} for a run of each"
+    if known is not None and known.takes_list:
+        hint += f"; a list is '{key}=[{given}]'"
+    if known is not None and known.is_text:
+        hint += f"; text with a comma is '{key}=\"{given}\"'"
+    what, where = "several values for one key: a run takes one", f"{key} ({COMMAND_LINE})"
+    return ConfigError(what, where=where, found=given, hint=hint)
 
 
 def refuse_number(known: Key | None, value: object, where: str) -> None:
@@ -125,60 +142,92 @@ def refuse_number(known: Key | None, value: object, where: str) -> None:
 
 
 def _for_hydra(override: Override, text: str) -> str:
+    """Write an override as plain Hydra takes it: with the `+` that it wants, and text in quotes."""
     if override.type is OverrideType.DEL or override.package is not None:
         return text
-    key, value, given = override.key_or_group, text.partition("=")[2] or "''", override.value()
+    key, value = override.key_or_group, text.partition("=")[2] or "''"
     if key == "experiment":
         # No primary config lists it, so that plain Hydra wants a `+`; with or without is the same here.
         return f"+{key}={value}"
-    found = find_key(key)
-    prefix = _PREFIXES[override.type]
-    if found is not None and not found.is_free and not members(key) and override.type is OverrideType.ADD:
-        # It is there: as in plain Hydra without the +.
-        prefix = ""
-    if found is not None and found.is_text and isinstance(given, (bool, int, float)):
-        value = f"'{value}'"
-    if found is not None and found.type == list[str] and isinstance(given, (str, bool, int, float)):
-        value = f"[{value}]"
+    value = _quote_value(find_key(key), value, override.value())
     for sources in _SOURCES:
         if key == sources or key.startswith(f"{sources}."):
-            # As one mapping: Hydra adds a typed member only by merging.
+            # One mapping, `++data.sources={NAME:{path:VALUE}}`: Hydra adds a typed member only by merging.
             for part in reversed(key.removeprefix(sources).split(".")[1:]):
                 value = f"{{{part}:{value}}}"
             return f"++{sources}={value}"
-    above = (all_keys().get(name) for name in itertools.accumulate(key.split("."), "{}.{}".format))
-    is_in_free_mapping = any(known is not None and known.is_free for known in above)
-    is_free_member = override.type is OverrideType.CHANGE and is_in_free_mapping
-    return f"{'++' if is_free_member else prefix}{key}={value}"
+    return f"{_prefix_for_hydra(override)}{key}={value}"
+
+
+def _quote_value(known: Key | None, value: str, parsed: object) -> str:
+    """Write a value so that Hydra's parser reads what the key takes: text stays text, one item becomes a list."""
+    if known is None:
+        return value
+    if known.is_text and isinstance(parsed, (bool, int, float)):
+        return f"'{value}'"
+    if known.type == list[str] and isinstance(parsed, (str, bool, int, float)):
+        return f"[{value}]"
+    return value
+
+
+def _prefix_for_hydra(override: Override) -> str:
+    """Give the `+` or `++` that Hydra wants before a key, or nothing."""
+    key = override.key_or_group
+    known = find_key(key)
+    is_plain_key = known is not None and not known.is_free and not members(key)
+    if override.type is OverrideType.ADD and is_plain_key:
+        # The key is in the config already, so that there is nothing to add.
+        return ""
+    names = itertools.accumulate(key.split("."), "{}.{}".format)
+    sections = [all_keys()[name] for name in names if name in all_keys()]
+    if override.type is OverrideType.CHANGE and any(section.is_free for section in sections):
+        return "++"
+    return _PREFIXES[override.type]
 
 
 def _not_an_override(text: str) -> ConfigError:
+    """Make the error of an argument that Hydra's parser does not read; its hint is what was probably meant."""
     key, equals, value = text.partition("=")
-    known = all_keys().get(key)
-    if text.endswith(",") and text.strip(","):
-        hint = text.rstrip(",")
-    elif text in ("help", "?"):
-        hint = "--help"
-    elif not equals and text.endswith((".yaml", ".yml")):
-        hint = f"--config {text}, if that is a config"
-    elif not equals and text.endswith(":"):
-        hint = f"{text[:-1]}=VALUE, without a space"
-    elif not equals and is_run_folder(text):
-        hint = f"--config {text.rstrip('/')}/config.yaml has the config of that run"
-    elif not equals and (groups := groups_with(shipped_folder(), text)):
-        hint = ", or ".join(f"{group}={text}" for group in groups)
-    elif not equals and known:
-        hint = f"{key}=... without spaces around the ="
-    elif not equals and ":" in text:
-        hint = text.replace(":", "=", 1)
-    elif equals and " " in value and "=" in value:
-        hint = "write each override as an argument of its own"
-    elif equals and known and not known.is_text:
-        hint = f"{key}=... with {known.allowed}"
-    elif equals and find_key(key) is None and (instead := reason_against(key) or override_for(key)) is not None:
-        hint = instead
-    elif equals and key.strip(" +~") and value:
-        hint = f"quote it, for the shell and for the config: '{key.strip()}=\"{value.strip()}\"'"
-    else:
+    hint = _hint_with_equals(text, key, value) if equals else _hint_without_equals(text)
+    if hint is None:
         hint = nearest(key, all_keys(), "{}=...") or "optimizer.lr=1e-3 or strategy=zero2"
     return ConfigError("this is not an override", where=COMMAND_LINE, found=text, allowed=ALLOWED, hint=hint)
+
+
+def _hint_without_equals(text: str) -> str | None:
+    """Give what was probably meant by an argument without an equals sign; None: nothing is known."""
+    groups = groups_with(shipped_folder(), text)
+    if text.endswith(",") and text.strip(","):
+        return text.rstrip(",")
+    if text in ("help", "?"):
+        return "--help"
+    if text.endswith((".yaml", ".yml")):
+        return f"--config {text}, if that is a config"
+    if text.endswith(":"):
+        return f"{text[:-1]}=VALUE, without a space"
+    if is_run_folder(text):
+        return f"--config {text.rstrip('/')}/config.yaml has the config of that run"
+    if groups:
+        return ", or ".join(f"{group}={text}" for group in groups)
+    if text in all_keys():
+        return f"{text}=... without spaces around the ="
+    return text.replace(":", "=", 1) if ":" in text else None
+
+
+def _hint_with_equals(text: str, key: str, value: str) -> str | None:
+    """Give what was probably meant by `key=value`, which Hydra's parser does not read; None: nothing is known."""
+    known = all_keys().get(key)
+    if text.endswith(","):
+        return text.rstrip(",")
+    if " " in value and "=" in value:
+        return "write each override as an argument of its own"
+    if known is not None and not known.is_text:
+        return f"{key}=... with {known.allowed}"
+    instead = None
+    if find_key(key) is None:
+        instead = reason_against(key) or override_for(key)
+    if instead is not None:
+        return instead
+    if key.strip(" +~") and value:
+        return f"quote it, for the shell and for the config: '{key.strip()}=\"{value.strip()}\"'"
+    return None

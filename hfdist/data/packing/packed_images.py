@@ -1,9 +1,11 @@
-"""The tensors of packed sequences whose documents have images, with the positions that the model gives to images.
+"""The tensors of packed sequences whose documents have images: tokens, positions, and what a forward takes of images.
+
+A row of two documents, the first with an image of 2 x 2 features (I), and the filling at its end:
 
 documents         a a I I I I a | b b b | fill
-positions         0 1 2 3 4 5 6 | 0 1 2 | 0 1        they restart: the mask keeps documents apart
-  time            0 1 2 2 2 2 4 | 0 1 2 | 0 1        three more kinds, if the model has positions of its own for
-  height          0 1 2 2 3 3 4 | 0 1 2 | 0 1        images; the text's come first
+position_ids      0 1 2 3 4 5 6 | 0 1 2 | 0 1        positions restart at each document, for the mask keeps them apart
+  time            0 1 2 2 2 2 4 | 0 1 2 | 0 1        if the model has positions of its own for images, these three
+  height          0 1 2 2 3 3 4 | 0 1 2 | 0 1        follow as rows 1 to 3 of position_ids
   width           0 1 2 3 2 3 4 | 0 1 2 | 0 1
 """
 
@@ -35,8 +37,8 @@ from hfdist.data.packing.sequence import (
 from hfdist.data.tokenization.image_tokens import ImageTokens, Inputs, stack_inputs
 
 _POSITIONS = NAMES[POSITION_IDS]
-_TRIED = (((64, 48),), (), ((32, 32), (48, 64)))
-"""Sizes in pixels of the images of each document of a trial: one image, none, and two."""
+_TRIAL_SIZES = (((64, 48),), (), ((32, 32), (48, 64)))
+"""Widths and heights in pixels of the images of each document of a trial: one image, none, and two."""
 _TEXT_BEFORE, _TEXT_AFTER = "What is in this picture?", "It is a red square, and a cat looks at it."
 """Texts of each document of a trial, before and after its images."""
 
@@ -54,7 +56,7 @@ def stack_packed_rows(
     Args:
         rows: tensors of each row, made by `packed_row`; the filling of a shorter row is a document of its own.
         fill_id: token that fills up shorter rows.
-        images: what images of the run become.
+        images: the model's processor of images.
         needs_image: whether a batch without an image gets a small one, from which nothing is learned, as a document of
             its own after its first row.
         tells_rows: whether the batch says how much of each image tensor is of which row.
@@ -63,30 +65,36 @@ def stack_packed_rows(
         input_ids and labels of shape [rows, tokens]; position_ids of the same shape, or of [4, rows, tokens] where
         images have positions; and the tensors of images that a forward takes, whose first axis is of images or patches.
     """
-    names = (*images.text_names, _POSITIONS, IMAGE_DIGESTS)
-    texts = [{name: values for name, values in row.items() if name in names} for row in rows]
-    inputs = [{name: values for name, values in row.items() if name not in names} for row in rows]
-    if needs_image and not any(inputs):
-        ids, small = images.none
-        texts[0] = _with_blank(texts[0], _mark_features(ids, images), images, small)
-        inputs[0] = _tensors(small)
-    longest = max(len(text["input_ids"]) for text in texts)
-    for number, text in enumerate(texts):
-        if missing := longest - len(text["input_ids"]):
-            texts[number] = _with_blank(text, np.full(missing, fill_id, dtype=np.int32), images)
-    stacked = {name: torch.stack([text[name] for text in texts], -2) for name in texts[0]}
-    return stacked | stack_images(inputs, tells_rows=tells_rows)
+    token_names = (*images.text_names, _POSITIONS, IMAGE_DIGESTS)
+    token_rows = [{name: values for name, values in row.items() if name in token_names} for row in rows]
+    image_rows = [{name: values for name, values in row.items() if name not in token_names} for row in rows]
+    if needs_image and not any(image_rows):
+        small = images.none
+        marked = _mark_features(small.tokens, images)
+        token_rows[0] = _add_blank(token_rows[0], marked, images, small.inputs)
+        image_rows[0] = _tensors(small.inputs)
+    longest = max(len(row["input_ids"]) for row in token_rows)
+    for number, row in enumerate(token_rows):
+        missing = longest - len(row["input_ids"])
+        if missing:
+            token_rows[number] = _add_blank(row, np.full(missing, fill_id, dtype=np.int32), images)
+    # Rows become the axis before that of tokens: [tokens] to [rows, tokens], and [4, tokens] to [4, rows, tokens].
+    stacked = {name: torch.stack([row[name] for row in token_rows], -2) for name in token_rows[0]}
+    return stacked | stack_images(image_rows, tells_rows=tells_rows)
 
 
-def _with_blank(
-    text: Mapping[str, torch.Tensor], tokens: marks.Tokens, images: ImageTokens, inputs: Inputs | None = None
+def _add_blank(
+    row: Mapping[str, torch.Tensor], tokens: marks.Tokens, images: ImageTokens, inputs: Inputs | None = None
 ) -> dict[str, torch.Tensor]:
-    """Put one more document after the documents of a row: of these tokens, without targets, perhaps with an image."""
+    """Give a row with one more document at its end: of these tokens, without targets, perhaps with an image.
+
+    `row` has the tensors of tokens alone; `inputs` has those of the document's image.
+    """
     documents = [] if inputs is None else [_Document(0, len(tokens), PieceImages(inputs, digest=0))]
-    blank = _row(Pieces(tokens, [len(tokens)], [0], [(0, len(tokens))]), documents, images)
+    blank = _token_tensors(Pieces(tokens, [len(tokens)], [0], [(0, len(tokens))]), documents, images)
     # The blank document has no digests of images: zeros stand for them.
-    none = torch.zeros_like(blank["input_ids"])
-    return {name: torch.cat([values, blank.get(name, none)], -1) for name, values in text.items()}
+    zeros = torch.zeros_like(blank["input_ids"])
+    return {name: torch.cat([values, blank.get(name, zeros)], -1) for name, values in row.items()}
 
 
 class _Document(NamedTuple):
@@ -104,7 +112,7 @@ def packed_row(sequence: PackedSequence, images: ImageTokens, *, tells_images: b
 
     Args:
         sequence: the sequence, with its images.
-        images: what images of the run become.
+        images: the model's processor of images.
         tells_images: whether to add hashes of each document's images, under the key `IMAGE_DIGESTS`.
 
     Returns:
@@ -112,8 +120,8 @@ def packed_row(sequence: PackedSequence, images: ImageTokens, *, tells_images: b
         patches.
     """
     pieces = Pieces.of([sequence])
-    documents = list(_documents(pieces, sequence.images or {}))
-    row = _row(pieces, documents, images)
+    documents = list(_find_documents(pieces, sequence.images or {}))
+    row = _token_tensors(pieces, documents, images)
     if tells_images:
         row[IMAGE_DIGESTS] = torch.zeros_like(row["input_ids"])
         for document in documents:
@@ -126,18 +134,21 @@ def _tensors(inputs: Inputs) -> dict[str, torch.Tensor]:
     return {name: torch.from_numpy(values) for name, values in inputs.items()}
 
 
-def _documents(pieces: Pieces, images: Mapping[int, PieceImages]) -> Iterator[_Document]:
-    """Give the documents with images: one of a piece, or both of a preference."""
-    for piece, of_piece in images.items():
+def _find_documents(pieces: Pieces, images: Mapping[int, PieceImages]) -> Iterator[_Document]:
+    """Give the documents with images: a piece is one document, or the two of a preference, which share its images."""
+    for piece, piece_images in images.items():
         start = int(pieces.begins[piece])
         stop = start + pieces.lengths[piece]
         second_begins = start + marks.begin(pieces.tokens[start:stop])
         for begin, end in pairwise([start, *second_begins.tolist(), stop]):
-            yield _Document(begin, end, of_piece)
+            yield _Document(begin, end, piece_images)
 
 
-def _row(pieces: Pieces, documents: Sequence[_Document], images: ImageTokens) -> dict[str, torch.Tensor]:
-    """Give the tensors of the tokens of a sequence, each of shape [tokens]; positions may be of [4, tokens]."""
+def _token_tensors(pieces: Pieces, documents: Sequence[_Document], images: ImageTokens) -> dict[str, torch.Tensor]:
+    """Give the tensors of the tokens of pieces, each of shape [tokens]; position_ids may be of [4, tokens].
+
+    `documents` are those that have images.
+    """
     ids, positions, labels = make_rows(pieces, np.int64)
     row = images.row(ids, marks.are_images(pieces.tokens), labels)
     # A model that gets a mask does not look for documents in positions.
@@ -145,46 +156,71 @@ def _row(pieces: Pieces, documents: Sequence[_Document], images: ImageTokens) ->
     row[_POSITIONS] = torch.from_numpy(positions)
     if images.positions is None:
         return row
-    of_images = row[_POSITIONS].repeat(4, 1)
-    for start, stop, of_piece in documents:
+    # Text has the same position in all four rows; documents with images get their own in the last three.
+    position_ids = row[_POSITIONS].repeat(4, 1)
+    for start, stop, piece_images in documents:
         document = {name: values[None, start:stop] for name, values in row.items() if name != _POSITIONS}
-        of_images[1:, start:stop] = images.positions(document | _tensors(of_piece.inputs))[:, 0]
-    return row | {_POSITIONS: of_images}
+        own = images.positions(document | _tensors(piece_images.inputs))
+        # The model's positions have the shape [3, 1, tokens], for a batch of this document alone.
+        position_ids[1:, start:stop] = own.squeeze(1)
+    return row | {_POSITIONS: position_ids}
 
 
-def make_trial(images: ImageTokens) -> tuple[dict[str, torch.Tensor], list[dict[str, torch.Tensor]]]:
-    """Make the two sides of a test that packing changes nothing: a batch of a packed row, and one for each document.
+class PackingTrial(NamedTuple):
+    """The same documents in two ways, for a test that packing changes nothing. All tokens of texts are targets."""
 
-    All tokens of texts are targets, so that each one is compared.
+    packed: dict[str, torch.Tensor]
+    """A batch of one row, in which all documents are packed; some of them have images."""
+    alone: list[dict[str, torch.Tensor]]
+    """A batch for each of the documents."""
 
-    Returns:
-        The batch of the packed sequence, some of whose documents have images; and a batch for each of its documents.
-    """
-    parts, inputs = [], {}
-    for number, sizes in enumerate(_TRIED):
+
+def make_trial(images: ImageTokens) -> PackingTrial:
+    """Make documents with one image, none and two, and batches of them: packed, and each one alone."""
+    documents: list[marks.Tokens] = []
+    inputs: dict[int, Inputs] = {}
+    for number, sizes in enumerate(_TRIAL_SIZES):
         pictures = [Image.new("RGB", size, (90 * number, 40, 120)) for size in sizes]
-        # A text after each: positions of types that have their own look for where an image ends.
-        after = images.tokens_of_text(_TEXT_AFTER)
-        ids = [*images.tokens_of_text(_TEXT_BEFORE)]
-        for picture in pictures:
-            ids += [*images.tokens_of(picture), *after]
-        parts.append(_mark_features([*ids, *after], images))
+        documents.append(_trial_document(pictures, images))
         if pictures:
             inputs[number] = images.inputs(pictures)
-    packed = _sequence(parts, inputs)
-    alone = [_sequence([part], {0: inputs[n]} if n in inputs else {}) for n, part in enumerate(parts)]
-    rows = [stack_rows([image_row(one, images)], 0, images, needs_image=False) for one in alone]
-    return stack_packed_rows([packed_row(packed, images)], 0, images, needs_image=False), rows
+    packed = packed_row(_sequence(documents, inputs), images)
+    alone: list[dict[str, torch.Tensor]] = []
+    for number, document in enumerate(documents):
+        own_inputs = {0: inputs[number]} if number in inputs else {}
+        row = image_row(_sequence([document], own_inputs), images)
+        alone.append(stack_rows([row], 0, images, needs_image=False))
+    return PackingTrial(stack_packed_rows([packed], 0, images, needs_image=False), alone)
+
+
+def _trial_document(pictures: Sequence[Image.Image], images: ImageTokens) -> marks.Tokens:
+    """Write a document of a text, the pictures with a text after each, and a text at its end."""
+    # A text after each: positions of types that have their own look for where an image ends.
+    after = images.tokens_of_text(_TEXT_AFTER)
+    ids = [*images.tokens_of_text(_TEXT_BEFORE)]
+    for picture in pictures:
+        ids += [*images.tokens_of(picture), *after]
+    return _mark_features([*ids, *after], images)
 
 
 def _mark_features(ids: Sequence[int], images: ImageTokens) -> marks.Tokens:
     """Give tokens in which each place of an image has the mark of images, and all others are targets."""
     tokens = np.array(ids, dtype=np.int32)
-    return np.where(np.isin(tokens, images.ids), ~(tokens | marks.IMAGE), tokens)
+    # With all bits inverted a token is negative, so that it is no target.
+    marked = ~(tokens | marks.IMAGE)
+    return np.where(np.isin(tokens, images.ids), marked, tokens)
 
 
-def _sequence(parts: Sequence[marks.Tokens], inputs: Mapping[int, Inputs]) -> PackedSequence:
-    """Make a packed sequence of documents, whose images are given by the document's number."""
-    lengths = [len(part) for part in parts]
-    images = {piece: PieceImages(of_piece, digest=0) for piece, of_piece in inputs.items()}
-    return PackedSequence(parts, lengths, [], Place(), sum(lengths), len(parts), make_records(0), images=images)
+def _sequence(documents: Sequence[marks.Tokens], inputs: Mapping[int, Inputs]) -> PackedSequence:
+    """Make a packed sequence of documents; `inputs` has the tensors of their images by the document's number."""
+    lengths = [len(document) for document in documents]
+    return PackedSequence(
+        parts=documents,
+        lengths=lengths,
+        blanks=[],
+        next_place=Place(),
+        num_tokens=sum(lengths),
+        num_documents=len(documents),
+        records=make_records(0),
+        images={number: PieceImages(own, digest=0) for number, own in inputs.items()},
+    )

@@ -67,13 +67,13 @@ class RowReader(AskedColumns):
         if not self.gives_examples:
             paths = self.text.places(present)
             if not paths:
-                raise self.no_text(present, where)
+                raise self.error_without_text(present, where)
             return list(dict.fromkeys(column for column, *_ in paths))
         held, missing = self._find_columns(present, where)
         fitting = [form for form in self.forms if form.fits(held)]
         # What the source's own config names must be there; what `data.columns` names, in some of the sources only.
         if not fitting or (missing is not None and self.columns_key != RowReader.columns_key):
-            raise missing or self.no_format(present, where)
+            raise missing or self.error_without_format(present, where)
         if self.keeps_columns:
             return list(present)
         names = {name for form in fitting for name in (*form.needed, *form.optional)}
@@ -105,7 +105,7 @@ class RowReader(AskedColumns):
         if not self.gives_examples:
             text = self.text.value(row)
             if text is None and not self.text.places(row):
-                return BadRow(self.no_text(kinds_of([row]), where, is_row=True))
+                return BadRow(self.error_without_text(kinds_of([row]), where, is_row=True))
             return check_text(text, where=where)
         # Files that hold rows of several formats have null where a row has no such column.
         values = dict(row)
@@ -120,7 +120,7 @@ class RowReader(AskedColumns):
         empty = [name for form in self.forms if form.fits(row) for name in form.needed if row[name] is None]
         if empty:
             return BadRow(ContentError(f"the row has no value in `{empty[0]}`", where=where, found="null"))
-        return BadRow(self.no_format(kinds_of([present]), where, is_row=True))
+        return BadRow(self.error_without_format(kinds_of([present]), where, is_row=True))
 
     def _with_other_columns(self, example: str | BadRow, form: RowColumns, row: Mapping[str, object]) -> str | BadRow:
         """Add a line of JSON with the columns of a row that its format does not read."""

@@ -1,14 +1,15 @@
-"""Which files a path, a glob or an address names, here or on a network."""
+"""The files that a path, a glob or an address names, on this machine or on a network."""
 
 from __future__ import annotations
 
 import glob
 import logging
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 from urllib.parse import unquote
 
 from fsspec.spec import AbstractFileSystem
@@ -41,31 +42,58 @@ def find_files(path: str, *, key: str, suffixes: tuple[str, ...], cache: FileCac
         ConfigError: for `key`: no such file, a kind that cannot be read, an address with a secret.
         DataError: the store does not answer.
     """
-    scheme = scheme_of(path)
-    if scheme is not None:
+    if scheme_of(path) is not None:
         check_address(path, key=key)
+    local = _local_path(path)
     files: Sequence[DataFile]
-    if scheme is None:
-        files = _find_here(expand_user(path), path, key, suffixes)
-    elif scheme == "file":
-        given = unquote(path[len("file://") :])
-        files = _find_here(expand_user(given), given, key, suffixes)
+    if local is None:
+        files = _find_remote(_Search(path, key, suffixes), cache)
     else:
-        files = _find_remote(path, suffixes, cache, key)
-        if not files:
-            raise ConfigError("no file is there", where=key, found=redact(path), allowed=_allowed(suffixes))
-        _check_kinds(files, key, suffixes)
+        files = _find_here(_Search(local, key, suffixes))
     return sorted(files, key=lambda file: file.name)
 
 
 def root_of(path: str) -> str:
     """Give the folder or the address, without a slash at its end, to which the names of `find_files` are relative."""
+    local = _local_path(path)
+    if local is None:
+        return _root_there(_without_web_query(path)).rstrip("/")
+    folder = expand_user(local)
+    return str(folder if folder.is_dir() else _root_here(folder))
+
+
+@dataclass(frozen=True)
+class _Search:
+    """What is looked for, and in whose name messages speak."""
+
+    given: str
+    """A path or a glob of this machine, or an address, as the user wrote it."""
+    key: str
+    """The config key whose value it is."""
+    suffixes: tuple[str, ...]
+    """Ends of the names of files that can be read."""
+
+    @property
+    def allowed(self) -> str:
+        """What the key takes, in words."""
+        return f"a file, a folder, or a glob (quote it) of {', '.join(self.suffixes)}"
+
+
+def _local_path(path: str) -> str | None:
+    """Give the path on this machine that `path` is, or names as `file://...`; None: it is an address of a network."""
     scheme = scheme_of(path)
-    if scheme in (None, "file"):
-        local = expand_user(path if scheme is None else unquote(path[len("file://") :]))
-        return str(local if local.is_dir() else _root_here(local))
-    plain = without_query(path) if scheme in ("http", "https") else path
-    return _root_there(plain).rstrip("/")
+    if scheme is None:
+        return path
+    return unquote(path[len("file://") :]) if scheme == "file" else None
+
+
+def _is_web(address: str) -> bool:
+    return scheme_of(address) in ("http", "https")
+
+
+def _without_web_query(address: str) -> str:
+    """Give an address as a glob reads it: in that of a web server, `?` begins a query and is no wildcard."""
+    return without_query(address) if _is_web(address) else address
 
 
 def _root_here(pattern: Path) -> Path:
@@ -74,6 +102,7 @@ def _root_here(pattern: Path) -> Path:
 
 
 def _root_there(plain: str) -> str:
+    """Give an address without a query as it is, or that of a glob up to its first wildcard."""
     return "/".join(takewhile(_is_plain, plain.split("/"))) if glob.has_magic(plain) else plain
 
 
@@ -81,62 +110,62 @@ def _is_plain(part: str) -> bool:
     return not glob.has_magic(part)
 
 
-def _find_here(path: Path, given: str, key: str, suffixes: tuple[str, ...]) -> list[LocalFile]:
-    """Find files on this machine; `given` is what hints name in place of `path`, as the user wrote it."""
-    _refuse_splits(path, key)
+def _find_here(search: _Search) -> list[LocalFile]:
+    """Find files on this machine; ConfigError: there is none, or one that cannot be read."""
+    path = expand_user(search.given)
+    _refuse_splits(path, search.key)
     found = _find_local(path)
     if not found:
-        raise ConfigError("no file is there", where=key, found=str(path), allowed=_allowed(suffixes))
+        raise ConfigError("no file is there", where=search.key, found=str(path), allowed=search.allowed)
     if path.is_dir():
-        files = _of_kinds(found, path, given, key, suffixes)
+        files = _leave_out_others(found, path, search)
     else:
         files = found
-        _check_kinds(files, key, suffixes, hint=lambda: hint_for([Path(file.url) for file in files], given, key))
+        _check_kinds(files, search, hint=lambda: _hint_for_kinds(files, search))
     for file in files:
         if not os.access(file.url, os.R_OK):
-            raise ConfigError("the file cannot be read: permission denied", where=key, found=file.url)
+            raise ConfigError("the file cannot be read: permission denied", where=search.key, found=file.url)
     return files
 
 
-def _of_kinds(
-    found: Sequence[LocalFile], folder: Path, given: str, key: str, suffixes: tuple[str, ...]
-) -> list[LocalFile]:
+def _leave_out_others(found: Sequence[LocalFile], folder: Path, search: _Search) -> list[LocalFile]:
     """Leave out the files of a folder that are of other kinds, with a warning; ConfigError: all are."""
-    files = [file for file in found if file.name.endswith(suffixes)]
-    others = [file.name for file in found if not file.name.endswith(suffixes)]
+    files = [file for file in found if file.name.endswith(search.suffixes)]
+    others = [file.name for file in found if not file.name.endswith(search.suffixes)]
     if not files:
         raise ConfigError(
             "no file of a kind that can be read is there",
-            where=key,
+            where=search.key,
             found=f"{folder}, with {count(len(found), 'file')}, such as {others[0]}",
-            allowed=_allowed(suffixes),
-            hint=hint_for([Path(file.url) for file in found], given, key),
+            allowed=search.allowed,
+            hint=_hint_for_kinds(found, search),
         )
     if others:
+        # Data of a kind that could be converted is a likelier mistake than a README.
         shown = next((name for name in others if name.endswith(OTHER_SUFFIXES)), others[0])
-        logger.warning("%s: files of other kinds are left out: %d, such as %s", key, len(others), shown)
+        logger.warning("%s: files of other kinds are left out: %d, such as %s", search.key, len(others), shown)
     return files
 
 
-def _check_kinds(
-    files: Sequence[DataFile], key: str, suffixes: tuple[str, ...], *, hint: Callable[[], str | None] = lambda: None
-) -> None:
+def _hint_for_kinds(files: Sequence[LocalFile], search: _Search) -> str | None:
+    """Say what to do with files of other kinds; None: nothing is known for them."""
+    return hint_for([Path(file.url) for file in files], search.given, search.key)
+
+
+def _check_kinds(files: Sequence[DataFile], search: _Search, *, hint: Callable[[], str | None] = lambda: None) -> None:
     """Raise a ConfigError on a file of another kind; `hint` looks at all files, so it is asked only then."""
     for file in files:
-        if not file.name.endswith(suffixes):
-            what, allowed = "a kind of file that cannot be read", ", ".join(suffixes)
-            raise ConfigError(what, where=key, found=file.url, allowed=allowed, hint=hint())
-
-
-def _allowed(suffixes: tuple[str, ...]) -> str:
-    return f"a file, a folder, or a glob (quote it) of {', '.join(suffixes)}"
+        if not file.name.endswith(search.suffixes):
+            what, allowed = "a kind of file that cannot be read", ", ".join(search.suffixes)
+            raise ConfigError(what, where=search.key, found=file.url, allowed=allowed, hint=hint())
 
 
 def _refuse_splits(folder: Path, key: str) -> None:
     """Refuse what a DatasetDict has saved: its splits are not for training alike."""
     splits = sorted(path.parent.name for path in folder.glob("*/state.json"))
     if len(splits) > 1 and (folder / "dataset_dict.json").is_file():
-        wanted = ("validation", "test", "train") if ".eval_sources." in f"{key}." else ("train",)
+        is_held_out = ".eval_sources." in f"{key}."
+        wanted = ("validation", "test", "train") if is_held_out else ("train",)
         first = next((name for name in wanted if name in splits), splits[0])
         what, allowed = "this folder holds several splits, and they are not meant alike", "the folder of one split"
         hint = in_shell(key, str(folder / first))
@@ -144,6 +173,7 @@ def _refuse_splits(folder: Path, key: str) -> None:
 
 
 def _find_local(pattern: Path) -> list[LocalFile]:
+    """List the files of a folder, of all kinds, or those of a glob, or one file; empty: there is none."""
     if pattern.is_dir():
         root = pattern
         below = [path / name for path, names in _folders_below(root) for name in names]
@@ -158,13 +188,13 @@ def _find_local(pattern: Path) -> list[LocalFile]:
 
 
 def _glob(pattern: Path) -> dict[Path, None]:
-    """Expand a glob as `glob.glob` does, but for `**`: see `_folders_below`."""
+    """Expand a glob as `glob.glob` does, but `**` follows links to folders, too; keys are paths, each one once."""
     parts = pattern.parts
     if "**" not in parts:
         return dict.fromkeys(map(Path, glob.glob(str(pattern))))
-    place = parts.index("**")
-    rest = parts[place + 1 :] or ("*",)
-    tops = _glob(Path(*parts[:place]))
+    stars = parts.index("**")
+    rest = parts[stars + 1 :] or ("*",)
+    tops = _glob(Path(*parts[:stars]))
     folders = [glob.escape(str(folder)) for top in tops if top.is_dir() for folder, _ in _folders_below(top)]
     return {path: None for folder in folders for path in _glob(Path(folder, *rest))}
 
@@ -179,16 +209,18 @@ def _folders_below(top: Path) -> Iterator[tuple[Path, list[str]]]:
     tops = [top]
     while tops:
         links: list[Path] = []
-        for one in tops:
-            for place, folders, names in os.walk(one, onerror=_refuse_folder):
-                status = os.stat(place)
+        for start in tops:
+            for folder, subfolders, names in os.walk(start, onerror=_refuse_folder):
+                status = os.stat(folder)
                 if (status.st_dev, status.st_ino) in seen:
-                    folders.clear()
+                    # `os.walk` goes into what is left in this list.
+                    subfolders.clear()
                     continue
                 seen.add((status.st_dev, status.st_ino))
-                folders[:] = [name for name in folders if not _is_hidden(name)]
-                links += [path for path in (Path(place, name) for name in folders) if path.is_symlink()]
-                yield Path(place), names
+                subfolders[:] = [name for name in subfolders if not _is_hidden(name)]
+                paths = [Path(folder, name) for name in subfolders]
+                links += [path for path in paths if path.is_symlink()]
+                yield Path(folder), names
         tops = sorted(links)
 
 
@@ -201,46 +233,77 @@ def _refuse_folder(error: OSError) -> None:
     raise DataError(what, where=str(error.filename), hint=hint) from error
 
 
-def _find_remote(address: str, suffixes: tuple[str, ...], cache: FileCache, key: str) -> list[RemoteFile]:
-    is_web = scheme_of(address) in ("http", "https")
-    plain = without_query(address) if is_web else address
+def _find_remote(search: _Search, cache: FileCache) -> list[RemoteFile]:
+    """Find files at an address; ConfigError: there is none, or one of another kind; DataError: no answer comes."""
+    files = _find_one(search, cache) or _find_listed(search, cache)
+    if not files:
+        raise ConfigError("no file is there", where=search.key, found=redact(search.given), allowed=search.allowed)
+    _check_kinds(files, search)
+    return files
+
+
+def _find_one(search: _Search, cache: FileCache) -> list[RemoteFile]:
+    """Give the one file that an address names; empty: it is a glob or a folder."""
+    address = search.given
+    plain = _without_web_query(address)
+    if glob.has_magic(plain) or not plain.endswith(search.suffixes):
+        return []
+    info = cache.network.ask(address, lambda store: store.info(address))
+    # Some writers name folders like files.
+    if info["type"] != "file":
+        return []
+    name = _unquoted(plain, is_web=_is_web(address)).rpartition("/")[2]
+    return [RemoteFile(address, name, details_in(info, address), cache)]
+
+
+class _Listed(NamedTuple):
+    """A file in the listing of a store."""
+
+    url: str
+    name: str
+    """Its path, relative to the folder or to the part of the glob without wildcards."""
+    info: Mapping[str, object]
+    """What fsspec says of the file; its size and version, unless the listing is a web server's index page."""
+
+
+def _find_listed(search: _Search, cache: FileCache) -> list[RemoteFile]:
+    """Find the files of a folder or a glob; hidden ones are left out."""
+    address, is_web = search.given, _is_web(search.given)
+    by_name: dict[str, _Listed] = {}
+    for file in cache.network.ask(address, lambda store: _list_files(store, search)):
+        if not _is_hidden(file.name):
+            _check_name(file.name, redact(file.url), search.key)
+            by_name.setdefault(file.name, file)
+
+    def open_file(file: _Listed) -> RemoteFile:
+        # An index page tells no sizes.
+        details = cache.network.details(file.url) if is_web else details_in(file.info, file.url)
+        return RemoteFile(file.url, file.name, details, cache)
+
+    return list(thread_map(open_file, list(by_name.values())))
+
+
+def _list_files(store: AbstractFileSystem, search: _Search) -> list[_Listed]:
+    """List the files of a glob, or those of a folder that can be read; the shorter of two addresses comes first.
+
+    An index page may name a file twice, with and without a query.
+    """
+    is_web, plain = _is_web(search.given), _without_web_query(search.given)
     is_glob = glob.has_magic(plain)
-    if not is_glob and plain.endswith(suffixes):
-        info = cache.network.ask(address, lambda store: store.info(address))
-        # Some writers name folders like files.
-        if info["type"] == "file":
-            return [RemoteFile(address, _unquoted(plain, is_web).rpartition("/")[2], details_in(info, address), cache)]
-    root = _root_there(plain)
     # fsspec leaves out folders of index pages that give no answer, unless told to raise.
     strict = {"on_error": "raise", "maxdepth": _DEEPEST_FOLDER} if is_web else {}
-
-    def listing(store: AbstractFileSystem) -> dict[str, dict[str, Any]]:
-        found = store.glob(plain, detail=True, **strict) if is_glob else store.find(plain, detail=True, **strict)
-        start = store._strip_protocol(root).rstrip("/") + "/"
-        # The shortest address first: an index page may name a file twice, with and without a query.
-        return {
-            store.unstrip_protocol(path): {**info, "name": _unquoted(path.removeprefix(start), is_web)}
-            for path, info in sorted(found.items())
-            if info["type"] == "file" and (is_glob or without_query(path).endswith(suffixes))
-        }
-
-    names: dict[str, str] = {}
-    infos = cache.network.ask(address, listing)
-    for url, info in infos.items():
-        if not _is_hidden(info["name"]):
-            _check_name(info["name"], redact(url), key)
-            names.setdefault(info["name"], url)
-
-    def open_file(name: str) -> RemoteFile:
-        url = names[name]
-        # An index page tells no sizes.
-        details = cache.network.details(url) if is_web else details_in(infos[url], url)
-        return RemoteFile(url, name, details, cache)
-
-    return list(thread_map(open_file, list(names)))
+    find = store.glob if is_glob else store.find
+    # Private, for fsspec has no public way: the paths of its listings have no protocol, nor must what is cut off them.
+    start = store._strip_protocol(_root_there(plain)).rstrip("/") + "/"
+    listed: list[_Listed] = []
+    for path, info in sorted(find(plain, detail=True, **strict).items()):
+        if info["type"] == "file" and (is_glob or without_query(path).endswith(search.suffixes)):
+            name = _unquoted(path.removeprefix(start), is_web=is_web)
+            listed.append(_Listed(store.unstrip_protocol(path), name, info))
+    return listed
 
 
-def _unquoted(path: str, is_web: bool) -> str:
+def _unquoted(path: str, *, is_web: bool) -> str:
     """Give a path without the `%20` of a web server, so that a file has one name here and there."""
     return unquote(without_query(path)) if is_web else path
 
@@ -251,5 +314,8 @@ def _is_hidden(name: str) -> bool:
 
 
 def _check_name(name: str, url: str, key: str) -> None:
+    """Raise a DataError on a name that messages cannot show, or that is a path on some systems only."""
     if not name.isprintable() or "\\" in name:
-        raise DataError("a listing holds a file name with control characters", where=f"{key}, {url}", found=name)
+        raise DataError(
+            "a listing holds a file name with control characters or a backslash", where=f"{key}, {url}", found=name
+        )

@@ -64,7 +64,7 @@ class RowImages:
 
 def make_cache_trial(images: ImageTokens) -> CacheTrial:
     """Make rows with one, no and two images, by which a cache is tried."""
-    rows = [{name: own for name, own in batch.items() if name != "labels"} for batch in make_trial(images)[1]]
+    rows = [{name: own for name, own in batch.items() if name != "labels"} for batch in make_trial(images).alone]
     seen = [{name: own for name, own in row.items() if name not in images.text_names} for row in rows]
     prompts = [row["input_ids"][0, :-NUM_NEW_TOKENS].tolist() for row in rows]
     return CacheTrial(rows, RowImages(images, seen).prompt_rows(prompts))

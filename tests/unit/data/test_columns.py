@@ -11,6 +11,7 @@ from datasets import Dataset
 
 from hfdist.config.composition.compose import compose_config
 from hfdist.config.data import COLUMNS, RowFormat
+from hfdist.data.sources.asked_columns import AskedColumns
 from hfdist.data.sources.base import ContentError
 from hfdist.data.sources.columns import Column, Kind, guess_columns
 from hfdist.data.sources.find import find_shards
@@ -226,6 +227,16 @@ def test_a_guess_takes_no_column_twice():
         "chosen": "accepted",
         "prompt": "question",
     }
+
+
+def test_messages_that_are_no_list_of_turns_are_no_prompt():
+    asked = AskedColumns(format=RowFormat.prompt_completion)
+    present = {"messages": Kind.other, "first": Kind.text, "second": Kind.text}
+    hint = asked.error_without_format(present, "rows.jsonl").hint
+    assert hint.startswith('rows such as {"prompt": messages[:-1]')
+    with_turns = {"messages": Kind.turns, "second": Kind.text}
+    hint = asked.error_without_format(with_turns, "rows.jsonl").hint
+    assert hint.startswith("'data.columns={prompt: messages, completion: second}'")
 
 
 @pytest.mark.parametrize(

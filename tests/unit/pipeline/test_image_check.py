@@ -34,7 +34,7 @@ def test_packed_rows_are_tried_too(family):
     processor = make_processor(family)
     config = make_model(family, processor).config
     images = ImageTokens(processor, find_positions(config))
-    packed = make_trial(images)[0]
+    packed = make_trial(images).packed
     found = find_features(config, [images.example(), packed])
     assert found.features == find_features(config, [images.example()]).features
     assert found.tensors.keys() == images.example().keys()
