@@ -1,4 +1,4 @@
-"""What Hydra raises of groups and their options as one ConfigError: place, option, what is allowed, and a way out."""
+"""Translation of Hydra's errors about groups and their options: each becomes a ConfigError with a way out."""
 
 from __future__ import annotations
 
@@ -60,42 +60,57 @@ def _chooser(group: str, option: str, request: Request) -> str | None:
 
 def explain_group(error: Exception, request: Request) -> ConfigError:
     """Translate what Hydra says of groups, and whatever else it says."""
-    message, groups = first_line(error), request.groups()
+    message = first_line(error)
     missing = re.match(r"(?:In '[^']+': )?Could not override '([^'@]+)", message)
     if missing:
-        group, value = missing[1], request.value_of(missing[1])
-        place = (request.place_named(str(error), group) if value is None else None) or COMMAND_LINE
-        if group not in groups:
-            return unknown_key(group, value, place, request)
-        what = f"the primary config `{request.config_name}` lists no group `{group}`: no option can be replaced"
-        keys = members(group)
-        hint = f"single keys, such as {group}.{keys[0]}=..., or --config-name pretrain" if keys else None
-        return ConfigError(what, where=f"{group} ({place})", found=value, hint=hint)
+        return _not_listed(missing[1], error, request)
     twice = re.match(r"(\S+) appears more than once in the final|Multiple values for (\S+)\.", message)
     if twice:
-        group = (twice[1] or twice[2]).partition("@")[0]
-        what, value = f"two options of the group `{group}` are chosen", request.value_of(group)
-        if value is None:
-            return _twice_in_a_file(what, group, request.place_named(str(error), group) or "a defaults list")
-        hint = f"{group}={value} (without the +), or `override /{group}: {value}` in a file's defaults list"
-        return ConfigError(what, where=f"{group} ({COMMAND_LINE})", found=f"+{group}={value}", hint=hint)
-    for override in request.overrides:
-        if override.key in groups and not isinstance(override.value, (str, list)):
-            group, options = override.key, groups[override.key]
-            option = override.value_text
-            hint = override_for_synonym(group, option, options) or f"{group}={options[0]}"
-            return unknown_option(group, option, options, COMMAND_LINE, hint)
+        group, _, _ = (twice[1] or twice[2]).partition("@")
+        return _chosen_twice(group, error, request)
+    misfit = _misfit_option(request)
+    if misfit is not None:
+        return misfit
     place = request.place_named(str(error)) or request.config_name
     late = re.search(r"Override '[^']+' is defined before '([^']+)'", message)
     if late:
-        return ConfigError(
-            "a line of the defaults list stands after an override",
-            where=place,
-            hint=f"`- {late[1]}` before the first `override`",
-        )
+        what = "a line of the defaults list stands after an override"
+        hint = f"`- {late[1]}` before the first `override`"
+        return ConfigError(what, where=place, hint=hint)
     return ConfigError(f"the config cannot be composed: {message}", where=place)
 
 
-def _twice_in_a_file(what: str, group: str, place: str) -> ConfigError:
-    hint = f"`- override /{group}: OPTION` in place of `- {group}: OPTION`"
-    return ConfigError(what, where=f"{group} ({place})", hint=hint)
+def _not_listed(group: str, error: Exception, request: Request) -> ConfigError:
+    """Make the error of a choice in a group that the primary config does not list, or that is no group."""
+    value = request.value_of(group)
+    place = COMMAND_LINE
+    if value is None:
+        place = request.place_named(str(error), group) or COMMAND_LINE
+    if group not in request.groups():
+        return unknown_key(group, value, place, request)
+    what = f"the primary config `{request.config_name}` lists no group `{group}`: no option can be replaced"
+    keys = members(group)
+    hint = f"single keys, such as {group}.{keys[0]}=..., or --config-name pretrain" if keys else None
+    return ConfigError(what, where=f"{group} ({place})", found=value, hint=hint)
+
+
+def _chosen_twice(group: str, error: Exception, request: Request) -> ConfigError:
+    """Make the error of two options of one group, the second by `+` on the command line or by a line in a file."""
+    what, value = f"two options of the group `{group}` are chosen", request.value_of(group)
+    if value is None:
+        place = request.place_named(str(error), group) or "a defaults list"
+        hint = f"`- override /{group}: OPTION` in place of `- {group}: OPTION`"
+        return ConfigError(what, where=f"{group} ({place})", hint=hint)
+    hint = f"{group}={value} (without the +), or `override /{group}: {value}` in a file's defaults list"
+    return ConfigError(what, where=f"{group} ({COMMAND_LINE})", found=f"+{group}={value}", hint=hint)
+
+
+def _misfit_option(request: Request) -> ConfigError | None:
+    """Make the error of an override that gives a group a number or a mapping; None: there is no such override."""
+    groups = request.groups()
+    for override in request.overrides:
+        if override.key in groups and not isinstance(override.value, (str, list)):
+            group, option, options = override.key, override.value_text, groups[override.key]
+            hint = override_for_synonym(group, option, options) or f"{group}={options[0]}"
+            return unknown_option(group, option, options, COMMAND_LINE, hint)
+    return None

@@ -27,8 +27,8 @@ OTHERS = {
     "finished.py": "the files of a run that has ended",
     "unnamed.py": "twenty folders of runs that have no name",
     "defaults_list.py": "a config file is mended in an editor",
-    "explain_group": "a defaults list is mended in an editor",
-    "_twice_in_a_file": "a defaults list is mended in an editor",
+    "_not_listed": "a defaults list is mended in an editor",
+    "_chosen_twice": "a defaults list is mended in an editor",
     # Of values that only files have.
     "explain_interpolation": "the value is to be written out",
 }
