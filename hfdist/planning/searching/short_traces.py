@@ -98,7 +98,6 @@ def measure_constants(
         # Layouts are compared with micro batches of any size.
         loss_head = find_loss_head(config, model, strategy, "cuda" if is_gpu else "cpu", by_size=False)
         shares_tokens = class_keeps_documents_apart(model) is not False
-        head = config.task.name.traits.head
         with fake_tensors:
             task = FakeTask(config, model, loss_head, teaching_without_teacher(config))
             measurement = _Measurement(config, model, task)
@@ -106,11 +105,7 @@ def measure_constants(
     dtype = next(model.parameters()).dtype
     weight_bytes = float(dtype.itemsize)
     return ModelConstants(
-        shares=whole.shares,
-        balance=whole.balance,
-        flops_per_sequence=whole.flops_per_sequence,
-        sizes=whole.sizes,
-        sequence_degrees=whole.sequence_degrees,
+        **whole._asdict(),
         kinds=parts.kinds,
         kind_of_block=tuple(measurement.block_kinds),
         prologue=parts.prologue,
@@ -122,9 +117,14 @@ def measure_constants(
         gradient_bytes=weight_bytes,
         optimizer_bytes=weight_bytes * _values_per_weight(config.optimizer),
         half_bytes=None if measurement.half is None or dtype is measurement.half else 2.0,
-        has_pipelines=not (head is Head.none and takes_texts_apart(model, head)),
+        has_pipelines=_has_pipelines(model, config.task.name.traits.head),
         shares_tokens=shares_tokens,
     )
+
+
+def _has_pipelines(model: PreTrainedModel, head: Head) -> bool:
+    """Whether stages of a pipeline can train the model: not on texts in rows of their own that become embeddings."""
+    return head is not Head.none or not takes_texts_apart(model, head)
 
 
 class _WholeFigures(NamedTuple):
